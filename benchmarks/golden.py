@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -275,16 +276,12 @@ OBJECTIVE_NAMES: dict[tuple[str, str], str] = {
     **{("registry", f"register_{name}"): "" for name in ("policy_loss", "advantage")},
 }
 """Names of renamed functions; an empty name excludes the function."""
-METRIC_NAMES = {
-    "clip_share": "clip_fraction",
-    "outside_share": "ratio_outside_clip",
-    "outside_fraction": "ratio_outside_clip",
-    "groups/zero_variance": "grpo/zero_variance_share",
-    "groups/used_share": "grpo/used_share",
-}
-"""Current names of renamed metrics."""
+METRIC_NAMES: dict[str, str] = runpy.run_path(
+    str(TREE / "nip_astra" / "tracking" / "figure_names.py")
+)["CURRENT_NAMES"]
+"""Current names of renamed metrics; by path, since a base may not have the module."""
 ADDED = (
-    *("logprob", "grpo/used_share", "grpo/num_groups", "grpo/group_std_mean"),
+    *("logprob", "grpo/used_fraction", "grpo/num_groups", "grpo/group_std_mean"),
     *(f"grpo/advantage_{name}" for name in ("mean", "std", "min", "max")),
     *("num_unclustered_probes", "stopped_early", "best_dev"),
 )

@@ -1,11 +1,12 @@
 """Open files and memory of a process over the iterations of a run, for trainers of every family.
 
     python benchmarks/growth.py --iterations 500 --out growth.json
-    python benchmarks/growth.py --trainers pure_text_ei --iterations 100
+    python benchmarks/growth.py --trainers vanilla_ppo --set rl.frames_per_batch=512
 
 Each run is a process of its own with one thread, on the trainer's preset with small iterations. A
 tracker counts open files, threads and resident memory at each line of metrics. Growth is the slope
-over the second half of the run, in which caches are full.
+over the second half of the run, in which caches are full. `--set` changes parameters of the
+trainers that are measured.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from nip_astra.run import run_experiment
 from nip_astra.tracking.tracker import Tracker, register_tracker
 
 HERE = Path(__file__).resolve()
+RUN_HERE = "--run-here"
+"""First argument of the process that is measured."""
 CONVERSATIONS = (
     "training.num_iterations={iterations}",
     "training.num_episodes_per_experience=2",
@@ -81,12 +84,12 @@ class GrowthTracker(Tracker):
             file.write(f"{json.dumps(counted)}\n")
 
 
-def run_one(trainer: str, num_iterations: int, runs_dir: str) -> None:
+def run_here(trainer: str, num_iterations: int, runs_dir: str, overrides: Sequence[str]) -> None:
     """Run a trainer in this process."""
-    overrides = [text.format(iterations=num_iterations) for text in FAMILIES[trainer]]
+    family = [override.format(iterations=num_iterations) for override in FAMILIES[trainer]]
     run_experiment(
         trainer=trainer,
-        overrides=overrides,
+        overrides=[*family, *overrides],
         trackers=["growth"],
         runs_dir=runs_dir,
         run_id=trainer,
@@ -95,11 +98,11 @@ def run_one(trainer: str, num_iterations: int, runs_dir: str) -> None:
     )
 
 
-def measure(trainer: str, num_iterations: int) -> dict[str, float]:
+def measure(trainer: str, num_iterations: int, overrides: Sequence[str]) -> dict[str, float]:
     """Run a trainer in a process of its own; return its growth."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
-            [sys.executable, str(HERE), "--one", trainer, folder, str(num_iterations)],
+            [sys.executable, str(HERE), RUN_HERE, trainer, folder, str(num_iterations), *overrides],
             check=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -123,28 +126,30 @@ def measure(trainer: str, num_iterations: int) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     """Measure each trainer and print a table."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["--one"]:
-        _, trainer, runs_dir, num_iterations = arguments
-        run_one(trainer, int(num_iterations), runs_dir)
+    if arguments[:1] == [RUN_HERE]:
+        _, trainer, runs_dir, num_iterations, *overrides = arguments
+        run_here(trainer, int(num_iterations), runs_dir, overrides)
         return
-    parser = build_parser(__doc__, iterations=500, trainers=list(FAMILIES))
-    given = parser.parse_args(arguments)
-    figures = {trainer: measure(trainer, given.iterations) for trainer in given.trainers}
-    rows = [
-        [
-            trainer,
-            *(
-                f"{found[f'{name}_first']:.0f} / {found[f'{name}_middle']:.0f} / "
-                f"{found[f'{name}_last']:.0f}"
-                for name in ("files", "threads", "mib")
-            ),
-            f"{found['files_per_100']:+.2f}",
-            f"{found['mib_per_100']:+.2f}",
+    parser = build_parser(
+        __doc__,
+        iterations=500,
+        trainers=list(FAMILIES),
+        set={"action": "append", "default": [], "metavar": "NAME=VALUE"},
+    )
+    options = parser.parse_args(arguments)
+    figures = {
+        trainer: measure(trainer, options.iterations, options.set) for trainer in options.trainers
+    }
+    rows = []
+    for trainer, growth in figures.items():
+        levels = [
+            " / ".join(f"{growth[f'{name}_{when}']:.0f}" for when in ("first", "middle", "last"))
+            for name in ("files", "threads", "mib")
         ]
-        for trainer, found in figures.items()
-    ]
+        slopes = [f"{growth['files_per_100']:+.2f}", f"{growth['mib_per_100']:+.2f}"]
+        rows.append([trainer, *levels, *slopes])
     heads = ["trainer", "files", "threads", "MiB", "files per 100", "MiB per 100"]
-    report_figures(figures, given.out, shown=markdown_table(heads, rows))
+    report_figures(figures, options.out, shown=markdown_table(heads, rows))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import score_batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.scenario_base.tasks.library import problem_of
+from nip_astra.scenario_base.tasks.library import draw_arithmetic_problem
 from nip_astra.utils.processor import keep_freed_memory
 from nip_astra.utils.seeding import derived_generator
 
@@ -111,7 +111,7 @@ def make_work(
         if prompt_tokens:
             prompts.append(rng.choices(vocabulary, k=prompt_tokens))
             continue
-        problem = problem_of(5, derived_generator(seed, "benchmark", number)).problem
+        problem = draw_arithmetic_problem(5, derived_generator(seed, "benchmark", number)).problem
         text = (
             "You solve problems with whole numbers. Think step by step, write every step on a line "
             "of its own, and end with the answer alone on the last line.\n"

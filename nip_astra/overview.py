@@ -338,7 +338,7 @@ def prompts_of(**experiment: Any) -> str:
     """
     from nip_astra.protocols.registry import build_protocol_handler
     from nip_astra.resolving.resolution import resolve_experiment
-    from nip_astra.scenario_base.text.game import row_of
+    from nip_astra.scenario_base.text.game import read_row
     from nip_astra.scenarios.pure_text_base import PureTextScenario
     from nip_astra.scenarios.registry import SCENARIOS
 
@@ -359,7 +359,7 @@ def prompts_of(**experiment: Any) -> str:
         datasets = scenario.build_datasets(
             section, seed=hyper_params.seed, scenario_dir=resolved.scenario_dir
         )
-    start = game.start(0, row_of(datasets.train, 0), 0)
+    start = game.start(0, read_row(datasets.train, 0), 0)
     lines = []
     for agent in protocol.agent_names:
         template = game.prompts[agent]

@@ -54,7 +54,7 @@ SECONDS_BETWEEN_WAITS = 60.0
 """Minimum time between two lines about a wait."""
 NUM_PLAIN_LINES = 10
 """Maximum number of lines of a run if standard error is not a terminal."""
-LEAST_BAR, MOST_BAR = 10, 30
+MIN_BAR_WIDTH, MAX_BAR_WIDTH = 10, 30
 """Columns of a bar on a terminal; figures that would make it shorter are not shown."""
 REFRESHES_PER_SECOND = 4
 LIBRARIES_WITH_BARS = ("transformers.utils.logging", "datasets.utils")
@@ -170,21 +170,22 @@ class ProgressBar:
 
     def set_postfix(self, values: Mapping[str, float | str]) -> None:
         """Show the latest values, the most important first, with three digits; NaN is hidden."""
-        known = {name: value for name, value in values.items() if value == value}
-        self._values = {safe_line(name): _short(value) for name, value in known.items()}
+        # NaN is unequal to itself.
+        numbers = {name: value for name, value in values.items() if value == value}
+        self._values = {safe_line(name): _short(value) for name, value in numbers.items()}
         if self._bar is not None:
             self._bar.set_postfix(dict(self._values), refresh=False)
 
-    def show_wait(self, what: str) -> None:
-        """Show what the run is waiting for; nothing if `what` is empty."""
-        self._wait = safe_line(what)
+    def show_wait(self, reason: str) -> None:
+        """Show what the run is waiting for; an empty reason ends the wait."""
+        self._wait = safe_line(reason)
         if self._bar is not None:
-            shown = {"waiting for": self._wait} if what else dict(self._values)
-            self._bar.set_postfix(shown, refresh=True)
+            figures = {"waiting for": self._wait} if reason else dict(self._values)
+            self._bar.set_postfix(figures, refresh=True)
         now = time.monotonic()
         if self.is_live:
             _SCREEN.refresh()
-        elif self.console is not None and what and now - self._wait_shown > SECONDS_BETWEEN_WAITS:
+        elif self.console is not None and reason and now - self._wait_shown > SECONDS_BETWEEN_WAITS:
             self._wait_shown = now
             _print_whole(self.console, f"waiting for {self._wait}")
 
@@ -211,31 +212,33 @@ class ProgressBar:
         """Return the texts after the bar, the most important first; truncated to fit."""
         elapsed = min(time.monotonic(), self._ended) - self._started
         if self.is_endless:
-            count = [counted(self.num_done, "request")] if self.num_done else []
-            return [*count, _clock(elapsed)]
-        pace = elapsed / max(self.num_done - self._num_resumed, 1)
-        remaining = _clock(pace * max(self.total - self.num_done, 0)) if self.num_done else "?"
-        first, *others = [f"{name}={value}" for name, value in self._values.items()] or [""]
+            requests = [counted(self.num_done, "request")] if self.num_done else []
+            return [*requests, _clock(elapsed)]
+        # Iterations of an earlier process took none of this one's time.
+        seconds_per_iteration = elapsed / max(self.num_done - self._num_resumed, 1)
+        num_left = max(self.total - self.num_done, 0)
+        remaining = _clock(seconds_per_iteration * num_left) if self.num_done else "?"
         times = f"[{_clock(self.seconds_before + elapsed)}<{remaining}]"
-        return [one for one in (f"{self.num_done}/{self.total}", first, times, *others) if one]
+        figures = [f"{name}={value}" for name, value in self._values.items()]
+        return [f"{self.num_done}/{self.total}", *figures[:1], times, *figures[1:]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = Text(self._head, no_wrap=True)
         head.truncate(options.max_width // 3, overflow="ellipsis")
-        room = options.max_width - LEAST_BAR - (head.cell_len + 1 if head else 0)
-        shown = []
+        room = options.max_width - MIN_BAR_WIDTH - (head.cell_len + 1 if head else 0)
+        texts = []
         for part in self._parts():
             room -= cell_len(part) + 1
             if room < 0:
                 break
-            shown.append(Text(part, no_wrap=True))
-        line = Table.grid(padding=(0, 1, 0, 0))
+            texts.append(Text(part, no_wrap=True))
         bar = DrawnBar(
             None if self.is_endless else max(self.total, 1),
             self.num_done,
-            min(LEAST_BAR + max(room, 0), MOST_BAR),
+            min(MIN_BAR_WIDTH + max(room, 0), MAX_BAR_WIDTH),
         )
-        line.add_row(*([head] if head else []), bar, *shown)
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(*([head] if head else []), bar, *texts)
         yield line
         if self._wait:
             yield Text(f"  waiting for {self._wait}", no_wrap=True, overflow="ellipsis")
@@ -246,11 +249,11 @@ class ProgressBar:
         if self._path is None or now - self._written < SECONDS_BETWEEN_WRITES:
             return
         self._written = now
-        new = self._path.with_name(f"{self._path.name}.new")
+        new_path = self._path.with_name(f"{self._path.name}.new")
         # A run does not fail because its progress cannot be shown.
         with suppress(OSError):
-            new.write_text(f"{self.num_done} {self.total}\n", encoding="utf-8")
-            new.replace(self._path)
+            new_path.write_text(f"{self.num_done} {self.total}\n", encoding="utf-8")
+            new_path.replace(self._path)
 
 
 def read_progress(path: Path) -> tuple[int, int] | None:
@@ -400,11 +403,11 @@ class _Screen:
         )
         streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
         self._live.start()
-        for name, old in streams.items():
-            new = getattr(sys, name)
-            if new is not old:
-                _move_log_handlers(old, new)
-                self._undo.append(functools.partial(_restore_stream, name, old, new))
+        for name, stream in streams.items():
+            redirected = getattr(sys, name)
+            if redirected is not stream:
+                _move_log_handlers(stream, redirected)
+                self._undo.append(functools.partial(_restore_stream, name, stream, redirected))
 
     def _bars(self) -> Group:
         """Return the bars with a known total; without one, the newest."""
@@ -434,19 +437,20 @@ class _Screen:
         self._live, self._undo = None, []
 
 
-def _move_log_handlers(old: TextIO, new: TextIO) -> None:
+def _move_log_handlers(source: TextIO, target: TextIO) -> None:
     """Redirect log handlers from one stream to another, for instance transformers'."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", []):
             # `logging.lastResort` has no stream attribute of its own.
-            if vars(handler).get("stream") is old:
-                handler.stream = new
+            if vars(handler).get("stream") is source:
+                handler.stream = target
 
 
-def _restore_stream(name: str, old: TextIO, new: TextIO) -> None:
-    _move_log_handlers(new, old)
-    if getattr(sys, name) is new:
-        setattr(sys, name, old)
+def _restore_stream(name: str, stream: TextIO, redirected: TextIO) -> None:
+    _move_log_handlers(redirected, stream)
+    # Another library may have replaced the stream since.
+    if getattr(sys, name) is redirected:
+        setattr(sys, name, stream)
 
 
 _SCREEN = _Screen()
@@ -481,7 +485,7 @@ def only_own_bars() -> Iterator[None]:
 
 
 @contextmanager
-def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
+def waiting_for(reason: str, *, after: float | None = None) -> Iterator[None]:
     """Show on the open progress bars what the run is waiting for within the block.
 
     Parameters
@@ -489,17 +493,19 @@ def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
     after : float, optional
         Seconds, by default `SECONDS_UNSHOWN`; a shorter wait is not shown.
     """
-    key, after = object(), SECONDS_UNSHOWN if after is None else after
+    key = object()
+    delay = SECONDS_UNSHOWN if after is None else after
 
     def begin() -> None:
-        _WAITS[key] = what
+        _WAITS[key] = reason
         _show_waits()
 
     timer: asyncio.TimerHandle | threading.Timer
     try:
-        timer = asyncio.get_running_loop().call_later(after, begin)
+        timer = asyncio.get_running_loop().call_later(delay, begin)
     except RuntimeError:
-        timer = threading.Timer(after, begin)
+        # No event loop runs in this thread.
+        timer = threading.Timer(delay, begin)
         timer.daemon = True
         timer.start()
     try:
@@ -516,7 +522,7 @@ def count_requests(number: int = 1) -> None:
     if bar is None:
         return
     if bar.num_expected is not None:
-        # Further ones are repetitions.
+        # Further requests are repetitions.
         number = min(number, bar.num_expected)
         bar.num_expected -= number
     bar.step(number)
@@ -546,10 +552,12 @@ def _request_bar() -> ProgressBar | None:
 
 
 def _show_waits() -> None:
-    waits = list(_WAITS.values())
-    others = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
+    reasons = list(_WAITS.values())
+    text = reasons[0] if reasons else ""
+    if len(reasons) > 1:
+        text += f" (and {len(reasons) - 1} more)"
     for bar in list(_BARS):
-        bar.show_wait(f"{waits[0]}{others}" if waits else "")
+        bar.show_wait(text)
 
 
 def open_progress(
@@ -587,7 +595,7 @@ def open_progress(
 
 @contextmanager
 def showing(
-    what: str,
+    description: str,
     total: int | None = None,
     *,
     counts_requests: bool = False,
@@ -596,7 +604,7 @@ def showing(
     """Show a bar within the block; without a total, only time and answered requests."""
     bar = open_progress(total, enabled)
     bar.counts_requests |= counts_requests
-    bar.set_description(what)
+    bar.set_description(description)
     try:
         yield bar
     finally:
@@ -753,8 +761,10 @@ def _is_counted(owner: object, loop: Any) -> bool:
 
 
 def _capped(num_iterations: int, is_test_run: bool) -> int:
-    cuts = [*_cuts, *([TEST_RUN_NUM_ITERATIONS] if is_test_run else [])]
-    return min(num_iterations, *cuts) if cuts else num_iterations
+    limits = list(_cuts)
+    if is_test_run:
+        limits.append(TEST_RUN_NUM_ITERATIONS)
+    return min([num_iterations, *limits])
 
 
 def _short(value: float | str) -> str:

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from nip_astra.call_outcomes import FOLDER as CALL_OUTCOMES
+from nip_astra.call_outcomes import CallOutcomes, current_outcomes, using_outcomes
+from nip_astra.checkpoints.run_state import seeded_global_generators
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.deadlines import using_deadline
 from nip_astra.distributed.team import Team, open_team
@@ -134,7 +137,9 @@ def prepare_experiment(
     team = team or Team()
     refuse_idle_actors(resolved.trainer_class, settings, team)
     loading = showing("Loading", enabled=settings.progress)
-    with loading, on_behalf_of(resolved.source), _within_memory():
+    # Our own components derive their seeds; those of a plug-in may draw from global generators.
+    seeded = seeded_global_generators(resolved.hyper_params.seed, "building")
+    with loading, on_behalf_of(resolved.source), _within_memory(), seeded:
         instance = build_scenario_instance(
             resolved.hyper_params,
             settings,
@@ -299,7 +304,11 @@ def resume_experiment(
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 checkpoint = _latest_checkpoint(directory)
                 if checkpoint is None:
-                    # It starts again, with the data as they are.
+                    logger.warning(
+                        "the run %s has no checkpoint, so it starts from the beginning",
+                        directory.run_id,
+                    )
+                    # With the data as they are.
                     write_data_digests(directory, resolved)
                 else:
                     check_data_unchanged(directory, resolved, allow_changed_data=allow_changed_data)
@@ -410,6 +419,7 @@ def _run(
         only_own_bars(),
         keeping_service_files(directory.path),
         using_deadline(settings.call_deadline, on_stuck=partial(_record_stuck_call, directory)),
+        using_outcomes(_outcomes_since(checkpoint, directory)),
         stop_on_signals() as name_of_signal,
     ):
 
@@ -463,6 +473,12 @@ def _run(
             if is_done:
                 (directory.path / files.IS_TRACKED).unlink(missing_ok=True)
     return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _outcomes_since(checkpoint: Path | None, directory: RunDirectory) -> CallOutcomes:
+    """Return the outcomes of limited calls that follow a checkpoint."""
+    name = None if checkpoint is None else checkpoint.name
+    return CallOutcomes(directory.path / CALL_OUTCOMES, checkpoint=name)
 
 
 def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) -> None:
@@ -526,9 +542,20 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         raise
     except Exception as error:
         _write_failure(directory, trainer, error)
+        outcomes = current_outcomes()
+        if outcomes is not None:
+            # Otherwise a service that has failed for a while would fail again in every resumed run.
+            outcomes.forget()
         raise
     if not (directory.path / files.RESULTS).exists():
         directory.write_json(files.RESULTS, trainer.results)
+    if base_run.base_run_type != RERUN_TESTS and _latest_checkpoint(directory) is None:
+        logger.warning(
+            "the trainer %r saves no checkpoint, so a stopped run begins again. Name its models in "
+            "learned_models and its optimizers in kept_objects, and call end_iteration",
+            trainer.hyper_params.trainer,
+            extra={"is_repeated_at_end": True},
+        )
 
 
 def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> None:
@@ -579,7 +606,7 @@ def stop_on_signals() -> Iterator[Callable[[], str | None]]:
             raise KeyboardInterrupt
         received.append(name)
         _write_at_once(
-            f"{name}: finishing the step, then saving and stopping; once more stops without saving"
+            f"{name}: finishing the step, then stopping; once more stops at once, without saving"
         )
 
     with signals_handled_by(note):

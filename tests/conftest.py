@@ -76,6 +76,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if any(counts.values()):
         shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         terminalreporter.write_line(f"tests of the sandbox: {shown}")
+    # The workers have ended by now, so their time is that of children.
+    times = os.times()
+    seconds = times.user + times.system + times.children_user + times.children_system
+    terminalreporter.write_line(f"CPU time of all processes: {seconds:.0f} s")
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,8 @@ from tests.kit.public_names import HEADING
 PAGES = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "doc" / "notebooks").glob("*.md"))
 SHORTER = {
-    r"^base_run\.|^solo_agent$": (),  # no rollouts, or the parameters of the base run
+    # no rollouts, or the parameters of the base run
+    r"^base_run\.|^solo_agent$|^hill_climbing$": (),
     "^(pure_text_ei|pure_text_malt|secret_word)$": ("text_rl.rollouts_per_iteration=16",),
     "self_hosted|remote_api|task|arithmetic": (
         "training.num_episodes_per_experience=2",

@@ -80,7 +80,7 @@ MISTAKES = {
     "--trainer ast_dpo --track wandbb": "'wandb'",
     "--trainer": "--trainer",
     "--trainer ast_dpo --run-id ../x": "'../x'",
-    "resume runs/mine --set training.lr=1": "stay",
+    "resume runs/mine --set training.lr=1": "resumed",
     # files and folders
     "--parameters nowhere.yaml": "nowhere.yaml",
     "--parameters list.yaml": "list",
@@ -361,7 +361,7 @@ INPUTS = {
     ),
     "show --trainer remote_api_grpo --set": (
         f"{SERVICE}.backend {SERVICE}.base_url {SERVICE}.model {SERVICE}.token_variable "
-        f"{SERVICE}.patience_seconds {SERVICE}.nothing"
+        f"{SERVICE}.retry_timeout_seconds {SERVICE}.nothing"
     ),
     SWEEP: "--seeds --shard --scenario --objective --metric --num-trials",
     f"{SWEEP} --set": "training.lr seed",

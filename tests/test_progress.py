@@ -18,7 +18,7 @@ from rich.console import Console
 from nip_astra import progress
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.progress import (
-    LEAST_BAR,
+    MIN_BAR_WIDTH,
     IterationContext,
     ProgressBar,
     attach_progress_bar,
@@ -255,7 +255,7 @@ def test_the_bar_stays_visible_and_figures_are_dropped_from_the_last(
     bar.close()
     (line,) = without_colours(stream.getvalue()).splitlines()
     assert len(line) <= width
-    assert len(re.findall("[━╸╺]", line)) >= LEAST_BAR
+    assert len(re.findall("[━╸╺]", line)) >= MIN_BAR_WIDTH
     figures = re.sub(r"\[.*?\]", "[", line.rpartition("━ ")[2]).split()
     assert figures == shown
 

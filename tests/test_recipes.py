@@ -133,7 +133,7 @@ def test_a_reward_in_characters_has_no_accuracy(
     for when in ("before", "after"):
         figures = result.results[when]
         assert ("accuracy" in figures) is has_accuracy
-        assert ("num_right" in figures) is has_accuracy
+        assert ("num_correct" in figures) is has_accuracy
         assert figures["mean_reward"] > 1
     # Reports, evaluations and comparisons do without.
     cli.ok("report", "runs/c")

@@ -96,4 +96,4 @@ def test_rewards_read_the_answer_without_the_thought(
     given = ("--model", str(model), "--data", "rows.jsonl", "--reward", "exact")
     cli.ok("task", *given, "--num-generations", "2", "--run-id", "t", *settings(SHORT_TASK))
     after = read_json(Path("runs/t/results.json"))["after"]
-    assert (after["num_right"], after["num_answers"]) == (8, 8)
+    assert (after["num_correct"], after["num_answers"]) == (8, 8)

@@ -103,9 +103,9 @@ def collect(sampler: na.EpisodeSampler, agents: na.CombinedAgents, num_rounds: i
 
 def episode_metrics(batch: TensorDict, agents: na.CombinedAgents) -> dict[str, float]:
     """Accuracy of the verifier and rewards of the agents, over the episodes of a batch."""
-    is_right_E = batch["next", "decision"][:, -1] == batch["y"][:, -1, 0]
+    is_correct_E = batch["next", "decision"][:, -1] == batch["y"][:, -1, 0]
     reward_EA = batch["next", "agents", "reward"].squeeze(-1).sum(dim=1)
-    metrics = {"mean_accuracy": float(is_right_E.float().mean())}
+    metrics = {"mean_accuracy": float(is_correct_E.float().mean())}
     for number, name in enumerate(agents.names):
         metrics[f"{name}/mean_episode_reward"] = float(reward_EA[:, number].mean())
     return metrics

@@ -104,9 +104,9 @@ def rollout_metrics(rollouts: list[TextNode], agent_names: tuple[str, ...]) -> d
     """Accuracy of the verifier and returns of the agents. No decision counts as incorrect."""
     decisions = [rollout.outcome.decision for rollout in rollouts]
     labels = [int(rollout.episode.datapoint["y"]) for rollout in rollouts]
-    is_right = [decision == label for decision, label in zip(decisions, labels, strict=True)]
+    is_correct = [decision == label for decision, label in zip(decisions, labels, strict=True)]
     metrics = {
-        "mean_accuracy": sum(is_right) / len(rollouts),
+        "mean_accuracy": sum(is_correct) / len(rollouts),
         "share_undecided": sum(decision == na.CONTINUE for decision in decisions) / len(rollouts),
     }
     for number, name in enumerate(agent_names):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,11 +16,14 @@ import numpy as np
 import torch
 
 from nip_astra.checkpoints.tensors import save_state
-from nip_astra.errors import CheckpointError
+from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.parameters.conversion import with_new_names
 from nip_astra.parameters.files import flatten
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.utils.seeding import SeedPart, derive_seed
 
+logger = logging.getLogger(__name__)
 STATE = "state"
 """File name of the run's state and parts in a checkpoint."""
 GENERATORS = "generators"
@@ -32,18 +38,44 @@ class RunState:
 
     `iteration` and `num_optimizer_steps` count completed ones; `before` holds the
     figures before training, None until measured; `num_measured_iterations` are those with a
-    measurement.
+    measurement; `best_dev_value` is the best dev figure so far, and `num_evals_since_best` counts
+    the dev evaluations after it.
     """
 
     iteration: int = 0
     num_optimizer_steps: int = 0
     before: dict[str, Any] | None = None
     num_measured_iterations: int = 0
+    best_dev_value: float | None = None
+    num_evals_since_best: int = 0
 
     @property
     def update_count(self) -> int:
         """Increasing number in checkpoint names."""
         return self.iteration
+
+    def count_evaluation(self, value: float) -> bool:
+        """Count a dev evaluation; return whether it is the best so far (NaN never is)."""
+        is_best = not math.isnan(value) and (
+            self.best_dev_value is None or value > self.best_dev_value
+        )
+        if is_best:
+            self.best_dev_value = value
+        self.num_evals_since_best = 0 if is_best else self.num_evals_since_best + 1
+        return is_best
+
+    def has_stopped_early(self, training: TrainingConfiguration) -> bool:
+        """Return whether the dev evaluations have not improved for too long."""
+        patience = training.early_stopping_patience
+        if patience is None or self.num_evals_since_best < patience:
+            return False
+        logger.info(
+            "stopped after iteration %d: no better dev/%s in %d evaluations",
+            self.iteration,
+            training.dev_metric,
+            self.num_evals_since_best,
+        )
+        return True
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
@@ -66,6 +98,38 @@ class Part(NamedTuple):
     load: Callable[[Any], object]
     is_memory: bool = False
     if_missing: str = "it starts empty"
+
+
+STATE_METHODS = (
+    # torch's modules, optimizers and schedulers
+    ("state_dict", "load_state_dict"),
+    # samplers and controllers of this package
+    ("state", "load_state"),
+    # torch.Generator
+    ("get_state", "set_state"),
+    # random.Random
+    ("getstate", "setstate"),
+)
+"""Names of the methods by which an object gives its state, and takes it back."""
+
+
+def part_of_object(name: str, keeper: object) -> Part:
+    """Return the part of a checkpoint that keeps an object's state.
+
+    Raises
+    ------
+    ConfigurationError
+        When the object has no methods that give and restore its state.
+    """
+    for save_name, load_name in STATE_METHODS:
+        save, load = getattr(keeper, save_name, None), getattr(keeper, load_name, None)
+        if callable(save) and callable(load):
+            return Part(save, load)
+    pairs = ", ".join(f"{save} and {load}" for save, load in STATE_METHODS)
+    raise ConfigurationError(
+        f"{name!r} is a {type(keeper).__name__}, whose state cannot be kept. Give an object with "
+        f"one of: {pairs}."
+    )
 
 
 def save_generators(folder: Path) -> None:
@@ -103,6 +167,25 @@ def described_run(hyper_params: HyperParameters) -> dict[str, Any]:
     """Return trainer and parameters for a checkpoint's manifest."""
     plain: dict[str, Any] = json.loads(json.dumps(hyper_params.to_dict()))
     return {"trainer": hyper_params.trainer, "parameters": plain}
+
+
+def seed_global_generators(*key: SeedPart) -> None:
+    """Seed the global generators of Python, NumPy and torch, all devices included."""
+    seed = derive_seed(*key)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def seeded_global_generators(*key: SeedPart) -> Iterator[None]:
+    """Seed the global generators within the block, and restore them after it."""
+    before = global_generators()
+    seed_global_generators(*key)
+    try:
+        yield
+    finally:
+        set_global_generators(before)
 
 
 def check_is_of_run(

@@ -59,10 +59,10 @@ RUNS_DIFFER = 1
 ROOT_OPTIONS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 OTHER_COMMANDS = {"train": "run", "fit": "run", "test": "evaluate", "eval": "evaluate"}
 """Our equivalents of other tools' commands."""
-MOST_FOUND = 12
+MAX_MATCHES = 12
 """Maximum number of search results shown."""
 EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
-MOST_ALIKE = 3
+MAX_ALIKE = 3
 """Maximum number of similar warnings shown; a run's log has all of them."""
 
 
@@ -120,10 +120,10 @@ def _exits_refused() -> Iterator[None]:
 
     Forked processes can still use it.
     """
-    exit_at_once, own = os._exit, os.getpid()
+    exit_at_once, process_id = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != own:
+        if os.getpid() != process_id:
             exit_at_once(status)
         raise UnexpectedExitError(status, "os._exit")
 
@@ -136,27 +136,30 @@ def _exits_refused() -> Iterator[None]:
 
 def _in_one_line(error: Any) -> ConfigurationError:
     """Convert an error of options or arguments to the program's own, with advice."""
-    context, given = getattr(error, "ctx", None), getattr(error, "option_name", "") or ""
+    context = getattr(error, "ctx", None)
+    option_name = getattr(error, "option_name", "") or ""
     names: list[str] = []
-    known: set[str] = set()
+    valid_options: set[str] = set()
     if context is not None:
-        known = {name for one in context.command.params for name in one.opts}
+        valid_options = {name for parameter in context.command.params for name in parameter.opts}
         while context.parent is not None:
             names.insert(0, context.info_name)
             context = context.parent
     message = " ".join(error.format_message().split()).rstrip(".")
     advice = f"See `{' '.join(['nip-astra', *names, '--help'])}`."
-    if given == "--set" and names == ["resume"]:
-        message = f"No such option: {given}"
-        advice = "Parameters stay as they were where the run was begun."
-    elif given == "--config" and "--parameters" in known:
-        message, advice = f"No such option: {given}", "A parameter file is given by --parameters."
-    elif "--set" in known and (
-        "extra argument" in message
-        # The given option resembles no known one.
-        or (given and given not in known and not nearest_names(given, sorted(known), 1))
-    ):
-        message = f"No such option: {given}" if given else message
+    is_unlike_any = bool(
+        option_name
+        and option_name not in valid_options
+        and not nearest_names(option_name, sorted(valid_options), 1)
+    )
+    if option_name == "--set" and names == ["resume"]:
+        message = f"No such option: {option_name}"
+        advice = "A resumed run keeps the parameters it was started with."
+    elif option_name == "--config" and "--parameters" in valid_options:
+        message = f"No such option: {option_name}"
+        advice = "A parameter file is given by --parameters."
+    elif "--set" in valid_options and ("extra argument" in message or is_unlike_any):
+        message = f"No such option: {option_name}" if option_name else message
         advice = (
             "Parameters are set by --set, for instance --set training.lr=1e-4, and listed by "
             "`nip-astra show --trainer NAME`."
@@ -189,16 +192,16 @@ def _root(
 
 @app.command()
 @shared_options(*EXPERIMENT, *RUN, "test_run", "dry_run")
-def run(given: Mapping[str, Any]) -> None:
+def run(options: Mapping[str, Any]) -> None:
     """Train; `run` is what options without a command mean."""
-    experiment, settings = _experiment_arguments(given), settings_of(given)
+    experiment, settings = _experiment_arguments(options), settings_of(options)
     from nip_astra.progress import showing
 
     with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.resolving.resolution import resolve_experiment
 
         resolved = resolve_experiment(**experiment)
-    train_or_estimate(resolved, settings, is_dry=given["dry_run"])
+    train_or_estimate(resolved, settings, is_dry=options["dry_run"])
 
 
 @app.command()
@@ -206,14 +209,14 @@ def run(given: Mapping[str, Any]) -> None:
     "plugin", "trust", "device", "wandb", "track", "runs_dir", "num_threads", "settings"
 )
 def resume(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     run: Annotated[str, run_argument("Run id, or run directory, e.g. runs/<run id>.")],
     allow_changed_data: Annotated[
         bool, typer.Option("--allow-changed-data", help="Continue although data files changed.")
     ] = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
-    settings = settings_of(given)
+    settings = settings_of(options)
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.progress import showing
     from nip_astra.tracking.run_directory import RunDirectory
@@ -222,7 +225,7 @@ def resume(
     RunDirectory.find(run, settings.get("runs_dir", ExperimentSettings().runs_dir))
     with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.run import resume_experiment
-    plugins, is_trusted = given["plugin"] or [], given["trust"]
+    plugins, is_trusted = options["plugin"] or [], options["trust"]
     print_outcome(
         resume_experiment(
             run,
@@ -237,7 +240,7 @@ def resume(
 @app.command(name="check-resume")
 @shared_options(*EXPERIMENT, "device", "num_threads", "settings")
 def check_resume(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     kills: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, max=100_000, help="Runs that are killed.")
     ] = 10,
@@ -252,21 +255,21 @@ def check_resume(
     ] = None,
 ) -> None:
     """Kill short runs at random file operations, resume and compare; exit code 1 if they differ."""
-    experiment = _experiment_arguments(given)
+    experiment = _experiment_arguments(options)
     from nip_astra import resume_check
     from nip_astra.resolving.resolution import resolve_experiment
 
     resolved = resolve_experiment(**experiment)
-    kept = Path(runs_dir or tempfile.mkdtemp(prefix="check-resume-"))
+    folder = Path(runs_dir or tempfile.mkdtemp(prefix="check-resume-"))
 
-    def show_kill(one: resume_check.KilledRun) -> None:
-        write_line(f"killed before {one.operation}: {one.difference or 'equal'}")
+    def show_kill(kill: resume_check.KilledRun) -> None:
+        write_line(f"killed before {kill.operation}: {kill.difference or 'equal'}")
 
     try:
-        settings = settings_of({**given, "runs_dir": None})
-        found = resume_check.check_resume(
+        settings = settings_of({**options, "runs_dir": None})
+        check = resume_check.check_resume(
             resolved,
-            kept,
+            folder,
             num_kills=kills,
             max_iterations=iterations or resume_check.MAX_ITERATIONS,
             on_kill=show_kill,
@@ -274,30 +277,30 @@ def check_resume(
         )
     except NipAstraError:
         if runs_dir is None:
-            shutil.rmtree(kept)
+            shutil.rmtree(folder)
         raise
     except Exception as error:
         raise WorkerProcessError(
             f"an uninterrupted run failed: {type(error).__name__}: {error}. Its folder is in "
-            f"{kept}; run it without check-resume first."
+            f"{folder}; run it without check-resume first."
         ) from error
-    killed = counted(len(found.kills), "killed run")
-    if found.is_equal:
-        write_line(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
-        if found.num_resumed:
-            write_line(f"{found.num_resumed} of them trained further from a checkpoint")
+    killed_runs = counted(len(check.kills), "killed run")
+    if check.is_equal:
+        operations = counted(check.num_operations, "file operation")
+        write_line(f"{killed_runs} of {operations}: all equal")
+        if check.num_resumed:
+            write_line(f"{check.num_resumed} of them trained further from a checkpoint")
         else:
             write_line("nothing was resumed: use more --kills or --iterations")
         if runs_dir is None:
-            shutil.rmtree(kept)
+            shutil.rmtree(folder)
         return
-    num_unlike = sum(bool(one.difference) for one in found.kills)
-    write_line(
-        f"two uninterrupted runs differ: {found.unlike}"
-        if found.unlike
-        else f"different: {num_unlike} of {killed}"
-    )
-    write_line(f"runs       {kept}")
+    if check.unlike:
+        write_line(f"two uninterrupted runs differ: {check.unlike}")
+    else:
+        num_different = sum(bool(kill.difference) for kill in check.kills)
+        write_line(f"different: {num_different} of {killed_runs}")
+    write_line(f"runs       {folder}")
     raise typer.Exit(RUNS_DIFFER)
 
 
@@ -305,7 +308,7 @@ def check_resume(
 @shared_options("plugin")
 @collection_suspended()
 def list_names(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     kind: Annotated[
         str | None, typer.Argument(help="trainers, scenarios, scorers, language_models, ...")
     ] = None,
@@ -316,14 +319,18 @@ def list_names(
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.overview import registered
 
-    console, entries = open_console(), registered(kind, given["plugin"] or [])
-    for title in dict.fromkeys(one.kind for one in entries):
+    console, entries = open_console(), registered(kind, options["plugin"] or [])
+    for title in dict.fromkeys(entry.kind for entry in entries):
         has_origin = title != "scenarios"
-        table = plain_table(title, "name", *(["from"] if has_origin else []), "description")
-        for one in entries:
-            if one.kind == title:
-                origin = [Text(one.origin)] if has_origin else []
-                table.add_row(Text(one.name), *origin, Text(one.purpose))
+        headings = ["name", "from", "description"] if has_origin else ["name", "description"]
+        table = plain_table(title, *headings)
+        for entry in entries:
+            if entry.kind != title:
+                continue
+            cells = [entry.name, entry.origin, entry.purpose]
+            if not has_origin:
+                del cells[1]
+            table.add_row(*map(Text, cells))
         console.print(table, "")
 
 
@@ -331,7 +338,7 @@ def list_names(
 @shared_options(*EXPERIMENT)
 @collection_suspended()
 def show(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
     text: Annotated[
         str | None,
@@ -351,27 +358,28 @@ def show(
     ] = False,
 ) -> None:
     """Show every parameter with its value, origin and description."""
-    experiment = _experiment_arguments(given)
+    experiment = _experiment_arguments(options)
     from nip_astra import overview
 
     if settings:
         show_parts(lambda: [overview.described_table(overview.every_setting())], dict)
         return
     if text is not None:
-        described = [*overview.every_parameter(), *described_commands()]
-        if given.get("plugin") or given.get("parameters"):
+        descriptions = [*overview.every_parameter(), *described_commands()]
+        if options.get("plugin") or options.get("parameters"):
             # The shipped schema lacks the parameters of plug-ins.
-            known = {one.name for one in described}
-            own = overview.show(**experiment).described()
-            described += [one for one in own if one.name not in known]
-        found = overview.find_described(text, described)
-        if not found:
+            shipped_names = {description.name for description in descriptions}
+            for description in overview.show(**experiment).described():
+                if description.name not in shipped_names:
+                    descriptions.append(description)
+        matches = overview.find_described(text, descriptions)
+        if not matches:
             raise ConfigurationError(
                 f"nothing is described by {text!r}. Try one word of it, or list all by --explain."
             )
-        show_parts(lambda: [overview.described_table(found[:MOST_FOUND])], dict)
-        if len(found) > MOST_FOUND:
-            write_line(f"and {len(found) - MOST_FOUND} more; give more words to see fewer")
+        show_parts(lambda: [overview.described_table(matches[:MAX_MATCHES])], dict)
+        if len(matches) > MAX_MATCHES:
+            write_line(f"and {len(matches) - MAX_MATCHES} more; give more words to see fewer")
         return
     if prompts:
         write_line(overview.prompts_of(**experiment))
@@ -386,7 +394,7 @@ def show(
 @app.command(name="time")
 @shared_options(*EXPERIMENT, "device", "num_threads", "as_json")
 def time_parts(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     components: Annotated[
         list[str] | None,
         typer.Argument(metavar="[COMPONENT]...", help="rollout, update, ...; all if none."),
@@ -396,7 +404,7 @@ def time_parts(
     ] = 5,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; write nothing."""
-    experiment = _experiment_arguments(given)
+    experiment = _experiment_arguments(options)
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
@@ -407,21 +415,21 @@ def time_parts(
 
     with showing("Loading"):
         resolved = resolve_experiment(**experiment)
-    prepared = prepare_experiment(resolved, **settings_of(given))
+    prepared = prepare_experiment(resolved, **settings_of(options))
     seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
     table = plain_table(None, "component", "median", "least", "most")
     for name, times in seconds.items():
         figures = (median(times), min(times), max(times))
         table.add_row(Text(name), *(f"{1000 * figure:,.1f} ms" for figure in figures))
-    show_parts(lambda: [table], lambda: {"seconds": seconds}, as_json=given["as_json"])
+    show_parts(lambda: [table], lambda: {"seconds": seconds}, as_json=options["as_json"])
 
 
 @app.command()
 @shared_options("trainer", "scenario", "plugin")
 @collection_suspended()
-def schema(given: Mapping[str, Any]) -> None:
+def schema(options: Mapping[str, Any]) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
-    experiment = _experiment_arguments(given)
+    experiment = _experiment_arguments(options)
     from nip_astra.overview import schema as schema_of
 
     write_line(to_json(schema_of(**experiment), indent=1))
@@ -442,9 +450,11 @@ def command_tree() -> Iterator[tuple[str, Any]]:
     """Yield each command by name, in the order of the help; those of groups as `dataset create`."""
     group: Any = typer.main.get_command(app)
     for name, command in group.commands.items():
-        inner = getattr(command, "commands", {})
-        yield from ((f"{name} {one}", inner[one]) for one in inner)
-        if not inner:
+        # A group has commands of its own.
+        subcommands = getattr(command, "commands", {})
+        for subcommand_name, subcommand in subcommands.items():
+            yield f"{name} {subcommand_name}", subcommand
+        if not subcommands:
             yield name, command
 
 
@@ -454,20 +464,27 @@ def described_commands() -> Iterator[Described]:
 
     for name, command in command_tree():
         yield Described(f"nip-astra {name}", "", " ".join((command.help or "").split()))
-        for one in command.params:
-            value = "" if one.default in (None, False, ()) or one.required else str(one.default)
-            is_option = one.param_type_name == "option"
-            label = max(one.opts, key=len) if is_option else one.metavar or one.name.upper()
-            yield Described(f"nip-astra {name} {label}", value, one.help or "")
+        for parameter in command.params:
+            has_default = parameter.default not in (None, False, ()) and not parameter.required
+            default = str(parameter.default) if has_default else ""
+            if parameter.param_type_name == "option":
+                label = max(parameter.opts, key=len)
+            else:
+                label = parameter.metavar or parameter.name.upper()
+            yield Described(f"nip-astra {name} {label}", default, parameter.help or "")
 
 
-def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def _experiment_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `resolve_experiment`; refuse wrong names and files before torch loads."""
     from nip_astra.parameters.content import find_scenario
     from nip_astra.parameters.files import parse_overrides, read_yaml_layers
 
-    trainer, scenario = given.get("trainer"), given.get("scenario")
-    file, overrides, plugins = (given.get(one) for one in ("parameters", "overrides", "plugin"))
+    trainer, scenario = options.get("trainer"), options.get("scenario")
+    file, overrides, plugins = (
+        options.get("parameters"),
+        options.get("overrides"),
+        options.get("plugin"),
+    )
     folder = None if scenario is None else find_scenario(scenario)
     if file is not None:
         read_yaml_layers(Path(file), source=file)
@@ -475,17 +492,17 @@ def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     # A plug-in, also one of the scenario, may register trainers.
     has_plugin = bool(plugins or file) or (folder is not None and (folder / "plugin.py").is_file())
     if trainer is not None and not has_plugin:
-        known = trainer_names()
-        if trainer not in known:
-            raise UnknownNameError("trainer", trainer, known, "Load your own with --plugin.")
+        valid_names = trainer_names()
+        if trainer not in valid_names:
+            raise UnknownNameError("trainer", trainer, valid_names, "Load your own with --plugin.")
     return {
         "trainer": trainer,
         "scenario": scenario,
         "parameter_file": file,
         "overrides": overrides or [],
-        "seed": given.get("seed"),
+        "seed": options.get("seed"),
         "plugins": plugins or [],
-        "is_trusted": given.get("trust", False),
+        "is_trusted": options.get("trust", False),
     }
 
 
@@ -519,7 +536,7 @@ class NoteHandler(logging.Handler):
             return
         self._written.add(text)
         self._alike[record.msg] += 1
-        if self._alike[record.msg] <= MOST_ALIKE:
+        if self._alike[record.msg] <= MAX_ALIKE:
             # A closed pipe is an OSError, a closed file a ValueError.
             with suppress(OSError, ValueError):
                 if sys.stderr is not None:  # as Python sets it if the process has none

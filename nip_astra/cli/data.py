@@ -28,7 +28,7 @@ Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="File to write, .s
 @app.command()
 @shared_options()
 def create(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     output: Output,
     overrides: Annotated[
         list[str] | None,
@@ -51,17 +51,17 @@ def create(
             "`file` names existing pairs of graphs, but this command generates pairs. Leave it out."
         )
     with showing("Generating", len(SPLITS)) as bar:
-        made = []
+        pairs_by_split = {}
         for split in SPLITS:
-            made.append(generate_pairs(parameters, split))
+            pairs_by_split[split] = generate_pairs(parameters, split)
             bar.step()
-    _save(path, *made)
+    _save(path, **pairs_by_split)
 
 
 @app.command()
 @shared_options()
 def download(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     names: Annotated[
         list[str],
         typer.Argument(metavar="NAME...", help="Of image_classification.dataset, e.g. mnist."),
@@ -88,7 +88,7 @@ def download(
 @app.command()
 @shared_options()
 def convert(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     output: Output,
     train: Annotated[str, option("FILE", "A data.pt to train on.")],
     test: Annotated[str, option("FILE", "A data.pt to test on.")],
@@ -102,21 +102,21 @@ def convert(
 
     path = _new_file(output)
     with showing("Converting"):
-        read = [read_published_pairs(file) for file in (train, test)]
-    n = max(one.pairs.adjacency.shape[-1] for one in read)
-    for file, one in zip((train, test), read, strict=True):
-        if one.num_rescored:
+        published = [read_published_pairs(file) for file in (train, test)]
+    for file, split in zip((train, test), published, strict=True):
+        if split.num_rescored:
             sys.stdout.write(
-                f"rescored   {counted(one.num_rescored, 'pair')} of {file}; labels stay\n"
+                f"rescored   {counted(split.num_rescored, 'pair')} of {file}; labels stay\n"
             )
-    pairs = [padded_to(one.pairs, n) for one in read]
-    num_known = int(np.isin(pair_hashes(pairs[1]), pair_hashes(pairs[0])).sum())
-    if num_known:
+    num_nodes = max(split.pairs.adjacency.shape[-1] for split in published)
+    train_pairs, test_pairs = (padded_to(split.pairs, num_nodes) for split in published)
+    num_shared = int(np.isin(pair_hashes(test_pairs), pair_hashes(train_pairs)).sum())
+    if num_shared:
         sys.stdout.write(
-            f"warning    {num_known} of {counted(pairs[1].num_pairs, 'pair')} to test on are among "
-            "those to train on, up to the order of nodes, or look like such\n"
+            f"warning    {num_shared} of {counted(test_pairs.num_pairs, 'pair')} to test on are "
+            "among those to train on, up to the order of nodes, or look like such\n"
         )
-    _save(path, *pairs)
+    _save(path, train_pairs, test_pairs)
 
 
 def _new_file(output: str) -> Path:

@@ -37,7 +37,7 @@ MAX_DIFFERENCES = 10
     *("device", "num_threads", "settings"),
 )
 def evaluate(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     runs: Annotated[
         list[str],
         run_argument("Runs, checkpoints, models, lists of probes, or chat models.", "RUN..."),
@@ -74,32 +74,37 @@ def evaluate(
     """Measure attackers on held-out prompts, chat models that play a protocol on held-out data,
     or policies on the problems of their task. A killed evaluation is continued.
     """
-    options, as_json = _options(given), given["as_json"]
+    as_json = options["as_json"]
     from nip_astra.evaluation.api import Matrix
     from nip_astra.evaluation.api import evaluate as evaluate_runs
 
-    found = evaluate_runs(
+    evaluations = evaluate_runs(
         runs,
-        settings=settings_of(given),
+        settings=settings_of(options),
         progress=not as_json,
         on_evaluation=lambda evaluation: _show(evaluation, as_json=as_json),
-        **options,
+        **_request_options(options),
     )
-    assert isinstance(found, Matrix)
-    if found.path is not None and not as_json:
-        show(found.tables, dict)
-        write_line(f"matrix     {found.path}")
-    for evaluation in found:
-        _gate(given["fail_if"], evaluation.values)
+    assert isinstance(evaluations, Matrix)
+    if evaluations.path is not None and not as_json:
+        show(evaluations.tables, dict)
+        write_line(f"matrix     {evaluations.path}")
+    for evaluation in evaluations:
+        _gate(options["fail_if"], evaluation.values)
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+def _request_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `EvaluationRequest` among a command's arguments."""
     from nip_astra.evaluation.families.base import EvaluationRequest
 
     renamed = {"plugin": "plugins", "trust": "is_trusted"}
-    options = {renamed.get(name, name): value for name, value in given.items() if value is not None}
-    return {name: options[name] for name in options.keys() & vars(EvaluationRequest())}
+    fields = vars(EvaluationRequest())
+    request_options = {}
+    for option_name, value in options.items():
+        field = renamed.get(option_name, option_name)
+        if value is not None and field in fields:
+            request_options[field] = value
+    return request_options
 
 
 def _show(evaluation: Evaluation, *, as_json: bool) -> None:
@@ -130,20 +135,20 @@ def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
     *("plugin", "trust", "device"),
 )
 def score(
-    given: Mapping[str, Any], run: Annotated[str, run_argument("Run directory, or an evaluation.")]
+    options: Mapping[str, Any],
+    run: Annotated[str, run_argument("Run directory, or an evaluation.")],
 ) -> None:
     """Rate the stored conversations of a run with other scorers; generate nothing."""
-    options = _options(given)
     from nip_astra.evaluation.api import score as score_run
 
-    evaluation = score_run(run, settings=settings_of(given), **options)
-    _show(evaluation, as_json=given["as_json"])
-    _gate(given["fail_if"], evaluation.values)
+    evaluation = score_run(run, settings=settings_of(options), **_request_options(options))
+    _show(evaluation, as_json=options["as_json"])
+    _gate(options["fail_if"], evaluation.values)
 
 
 @shared_options("fail_if", "as_json", "plugin", "trust")
 def compare(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     runs: Annotated[list[str], run_argument("Run directories or evaluations.", "RUN RUN...")],
     out: Annotated[str | None, option("FILE", "JSON file to write the comparison to.")] = None,
 ) -> None:
@@ -151,20 +156,20 @@ def compare(
     from nip_astra.evaluation.api import compare as compare_runs
     from nip_astra.tracking.run_directory import RunDirectory
 
-    fail_if = given["fail_if"]
-    found = compare_runs(
-        runs, fail_if=fail_if, plugins=given["plugin"] or [], is_trusted=given["trust"]
+    fail_if = options["fail_if"]
+    comparison = compare_runs(
+        runs, fail_if=fail_if, plugins=options["plugin"] or [], is_trusted=options["trust"]
     )
     if out is not None:
-        RunDirectory(Path(out).parent).write_json(Path(out).name, found.to_dict())
-    show(found.tables, found.to_dict, as_json=given["as_json"])
-    for label in found.comparisons:
-        _gate(fail_if, found.values(label))
+        RunDirectory(Path(out).parent).write_json(Path(out).name, comparison.to_dict())
+    show(comparison.tables, comparison.to_dict, as_json=options["as_json"])
+    for label in comparison.comparisons:
+        _gate(fail_if, comparison.values(label))
 
 
 @shared_options()
 def report(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     runs: Annotated[
         list[str],
         run_argument("Run directories; several are compared. Or a folder of runs.", "RUN..."),
@@ -191,7 +196,7 @@ def report(
 
 @shared_options("plugin", "trust")
 def export(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     run: Annotated[str, run_argument("Run, evaluation, or checkpoint.")],
     form: Annotated[
         str,
@@ -206,14 +211,14 @@ def export(
     """Write conversations, figures, curves or weights in other tools' formats."""
     from nip_astra.evaluation.api import export as export_run
 
-    plugins, is_trusted = given["plugin"] or [], given["trust"]
+    plugins, is_trusted = options["plugin"] or [], options["trust"]
     for file in export_run(run, form, output, plugins=plugins, is_trusted=is_trusted):
         write_line(f"export     {file}")
 
 
 @shared_options()
 def push(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     run: Annotated[str, run_argument("Run directory.")],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the hub.")],
     private: Annotated[
@@ -238,7 +243,7 @@ def push(
 
 @shared_options("as_json", "plugin")
 def doctor(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     runs_dir: Annotated[str, option("DIR", "Where runs are kept.")] = "runs",
     online: Annotated[
         bool, typer.Option("--online", help="Also see which hosts can be reached.")
@@ -247,15 +252,15 @@ def doctor(
     """Check the installation; no connection is opened without --online."""
     from nip_astra.installation import doctor as diagnose
 
-    diagnosis = diagnose(runs_dir, plugins=given["plugin"] or [], online=online)
-    show(diagnosis.tables, diagnosis.to_dict, as_json=given["as_json"])
+    diagnosis = diagnose(runs_dir, plugins=options["plugin"] or [], online=online)
+    show(diagnosis.tables, diagnosis.to_dict, as_json=options["as_json"])
     if not diagnosis.is_sound:
         raise typer.Exit(BROKEN)
 
 
 @shared_options("as_json", "plugin", "trust", "device", "wandb", "settings")
 def analyse(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     run: Annotated[str, run_argument("Run directory of a trainer of chat models.")],
     analysers: Annotated[
         list[str] | None, option("NAME", "Registered name; all. Repeatable.", "--analyser")
@@ -288,60 +293,65 @@ def analyse(
         "split": split,
         "iteration": iteration,
         "is_overwritten": overwrite,
-        "plugins": given["plugin"] or [],
-        "is_trusted": given["trust"],
-        "settings": ExperimentSettings.from_dict(settings_of(given)),
+        "plugins": options["plugin"] or [],
+        "is_trusted": options["trust"],
+        "settings": ExperimentSettings.from_dict(settings_of(options)),
     }
-    model, as_json = None if judge is None else read_judge(judge), given["as_json"]
+    model, as_json = None if judge is None else read_judge(judge), options["as_json"]
     path = locate(run)
     if dry_run:
         counts = count_analysis(path, analysers or [], model, **request)
         title = "requests at least; none was sent"
         table = plain_table(title, "rollouts", "question", "requests")
-        for place, by_name in counts.items():
-            for name, count in by_name.items():
-                table.add_row(Text(place), Text(name), str(count))
+        for rollouts, count_by_question in counts.items():
+            for question, count in count_by_question.items():
+                table.add_row(Text(rollouts), Text(question), str(count))
         show(lambda: [table], lambda: counts, as_json=as_json)
         return
-    found = [one.summary for one in analyse_run(path, analysers or [], model, **request)]
+    analyses = analyse_run(path, analysers or [], model, **request)
+    summaries = [analysis.summary for analysis in analyses]
     page = write_report([path])
     table = plain_table(None, "rollouts", "question", "agent", "yes")
-    for one in found:
-        place = f"{one['split']}, iteration {one['iteration']}"
-        for agent, share in (one["shares"] or {"nobody": {}}).items():
-            table.add_row(*map(Text, (place, one["analyser"], agent, share_text(share))))
-    show(lambda: [table], lambda: found, as_json=as_json)
+    for summary in summaries:
+        rollouts = f"{summary['split']}, iteration {summary['iteration']}"
+        for agent, share in (summary["shares"] or {"nobody": {}}).items():
+            cells = (rollouts, summary["analyser"], agent, share_text(share))
+            table.add_row(*map(Text, cells))
+    show(lambda: [table], lambda: summaries, as_json=as_json)
     if not as_json:
         write_line(f"analyses   {path / 'analyses'}\nreport     {page}")
 
 
 @shared_options()
 def compare_dumps(
-    given: Mapping[str, Any],
-    one: Annotated[str, run_argument("Run directory, or folder of dumps.")],
-    other: Annotated[str, typer.Argument(metavar="RUN", help="The one to compare it with.")],
+    options: Mapping[str, Any],
+    run: Annotated[str, run_argument("Run directory, or folder of dumps.")],
+    other_run: Annotated[str, typer.Argument(metavar="RUN", help="Run to compare it with.")],
     tolerance: Annotated[
-        float, option("NUMBER", "Difference of numbers that is none.", min=0)
+        float, option("NUMBER", "Largest absolute difference that counts as equal.", min=0)
     ] = 0.0,
 ) -> None:
     """Find the first stage at which the dumps of two runs differ; exit code 1 if they do."""
     from nip_astra.checkpoints.tensors import compare_dumps
     from nip_astra.evaluation.api import locate
 
-    found = compare_dumps(locate(one), locate(other), tolerance=tolerance)
-    if not found.differences:
-        write_line(f"the same in {counted(found.num_stages, 'stage')}")
+    comparison = compare_dumps(locate(run), locate(other_run), tolerance=tolerance)
+    if not comparison.differences:
+        write_line(f"the same in {counted(comparison.num_stages, 'stage')}")
         return
-    first = found.differences[0].stage
-    write_line(f"they differ first in {first}")
-    own = [one for one in found.differences if one.stage == first]
-    for difference in own[:MAX_DIFFERENCES]:
+    first_stage = comparison.differences[0].stage
+    write_line(f"they differ first in {first_stage}")
+    first_differences = [
+        difference for difference in comparison.differences if difference.stage == first_stage
+    ]
+    for difference in first_differences[:MAX_DIFFERENCES]:
         write_line(f"  {difference.field} {difference.description}".rstrip())
-    if len(own) > MAX_DIFFERENCES:
-        write_line(f"  and {len(own) - MAX_DIFFERENCES} more")
-    later = dict.fromkeys(one.stage for one in found.differences if one.stage != first)
-    if later:
-        write_line(f"then in {len(later)} more of {counted(found.num_stages, 'stage')}")
+    if len(first_differences) > MAX_DIFFERENCES:
+        write_line(f"  and {len(first_differences) - MAX_DIFFERENCES} more")
+    later_stages = {difference.stage for difference in comparison.differences} - {first_stage}
+    if later_stages:
+        num_stages = counted(comparison.num_stages, "stage")
+        write_line(f"then in {len(later_stages)} more of {num_stages}")
     raise typer.Exit(1)
 
 

@@ -31,8 +31,9 @@ def trainer_names() -> list[str]:
     """Return shipped and installed trainers, without importing them."""
     from nip_astra.parameters.types import TrainerType
 
-    installed = {one.name for one in metadata.entry_points(group="nip_astra.trainers")}
-    return [*map(str, TrainerType), *sorted(installed)]
+    entry_points = metadata.entry_points(group="nip_astra.trainers")
+    installed = sorted({entry_point.name for entry_point in entry_points})
+    return [*map(str, TrainerType), *installed]
 
 
 def _scenario_names() -> list[str]:
@@ -44,9 +45,13 @@ def _scenario_names() -> list[str]:
 def _presets() -> list[str]:
     from nip_astra.parameters.content import content_root
 
-    root, here = content_root(), Path.cwd()
-    files = sorted(root.glob("parameters/*/*.yaml"))
-    return [str(one.relative_to(here) if one.is_relative_to(here) else one) for one in files]
+    working_directory = Path.cwd()
+    presets = []
+    for file in sorted(content_root().glob("parameters/*/*.yaml")):
+        if file.is_relative_to(working_directory):
+            file = file.relative_to(working_directory)
+        presets.append(str(file))
+    return presets
 
 
 def _runs() -> list[str]:
@@ -69,13 +74,13 @@ def run_argument(meaning: str, metavar: str = "RUN") -> Any:
     return typer.Argument(metavar=metavar, help=meaning, autocompletion=_completed(_runs))
 
 
-def option(metavar: str, meaning: str, *flags: str, **more: Any) -> Any:
+def option(metavar: str, meaning: str, *flags: str, **keywords: Any) -> Any:
     """Return an option with a value."""
-    return typer.Option(*flags, metavar=metavar, help=meaning, **more)
+    return typer.Option(*flags, metavar=metavar, help=meaning, **keywords)
 
 
-def _option(kind: Any, *arguments: str, **more: Any) -> Any:
-    return Annotated[kind, option(*arguments, **more)]
+def _option(kind: Any, *arguments: str, **keywords: Any) -> Any:
+    return Annotated[kind, option(*arguments, **keywords)]
 
 
 def _flag(name: str, meaning: str) -> Any:
@@ -153,14 +158,14 @@ RUN = ("device", "wandb", "track", "run_id", "runs_dir", "num_threads", "setting
 def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add some of `OPTIONS`, and --debug, to a command.
 
-    It receives the values of all its options as `given`. Options of this command alone are further
+    It receives the values of all of them as `options`. Options of this command alone are further
     parameters.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = dict(inspect.signature(command, eval_str=True).parameters)
-        del parameters["given"]
-        own = list(parameters)
+        del parameters["options"]
+        command_parameters = list(parameters)
         for name in (*names, "debug"):
             parameters[name] = inspect.Parameter(
                 name,
@@ -170,8 +175,8 @@ def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
             )
 
         @functools.wraps(command)
-        def call(**given: Any) -> None:
-            command(given, **{name: given[name] for name in own})
+        def call(**options: Any) -> None:
+            command(options, **{name: options[name] for name in command_parameters})
 
         call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]  # read by Typer
         return call
@@ -196,13 +201,16 @@ def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings among a command's options: `settings`, and those with separate names."""
     from nip_astra.parameters.files import parse_overrides
 
-    own = ("device", "wandb", "run_id", "runs_dir", "num_threads")
-    given = parse_overrides(options.get("settings") or [], "--settings").values
-    given |= {name: options[name] for name in own if options.get(name) is not None}
+    settings = parse_overrides(options.get("settings") or [], "--settings").values
+    for name in ("device", "wandb", "run_id", "runs_dir", "num_threads"):
+        if options.get(name) is not None:
+            settings[name] = options[name]
     if options.get("track") is not None:
         names = map(str.strip, options["track"].split(","))
-        given["trackers"] = [name for name in names if name]
-    return given | ({"test_run": True} if options.get("test_run") else {})
+        settings["trackers"] = [name for name in names if name]
+    if options.get("test_run"):
+        settings["test_run"] = True
+    return settings
 
 
 def open_console() -> Console:
@@ -242,8 +250,8 @@ def train_or_estimate(
         from nip_astra.overview import dry_run as estimate
         from nip_astra.report.terminal import print_dry_run
 
-        found = estimate(resolved, **settings)
-        print_dry_run(found.estimate, open_console(), device_price=found.device_price)
+        result = estimate(resolved, **settings)
+        print_dry_run(result.estimate, open_console(), device_price=result.device_price)
         return
     from nip_astra.run import run_experiment
 

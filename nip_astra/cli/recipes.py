@@ -33,7 +33,7 @@ _SHARED = ("overrides", "seed", "plugin", *RUN, "test_run", "dry_run")
 
 @shared_options(*_SHARED)
 def task(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     model: Annotated[str, typer.Option(metavar="M", help="Folder of a model, .gguf, or hub id.")],
     data: Annotated[
         str,
@@ -143,12 +143,12 @@ def task(
     from nip_astra.parameters.parameters_base import TRL_OPTIONS
     from nip_astra.recipes import load_plugins, numbers_of, task_parameters
 
-    load_plugins(given["plugin"] or [])
-    options = {n: given[n] for n in TRL_OPTIONS if given.get(n) is not None}
+    load_plugins(options["plugin"] or [])
+    trl_options = {name: options[name] for name in TRL_OPTIONS if options.get(name) is not None}
     for name in ("mask_truncated_completions", "use_bias_correction_kl"):
-        if name in options:
-            options[name] = options[name] == "true"
-    found = task_parameters(
+        if name in trl_options:
+            trl_options[name] = trl_options[name] == "true"
+    parameters = task_parameters(
         model=model,
         data=data,
         rewards=reward,
@@ -156,15 +156,16 @@ def task(
         test_data=test_data,
         column=column,
         algorithm=algorithm,
-        options=options,
+        options=trl_options,
     )
-    for name, settings in found.mapped.items():
+    for name, settings in parameters.mapped.items():
         assignments = [f"--set {path}={show_value(value)}" for path, value in flatten(settings)]
         write_line(f"{name}: {' '.join(assignments)}")
-    train_or_estimate(_resolved(found.values, given), settings_of(given), is_dry=given["dry_run"])
+    resolved = _print_and_resolve(parameters.values, options)
+    train_or_estimate(resolved, settings_of(options), is_dry=options["dry_run"])
 
 
-def _resolved(values: Mapping[str, Any], given: Mapping[str, Any]) -> ResolvedExperiment:
+def _print_and_resolve(values: Mapping[str, Any], options: Mapping[str, Any]) -> ResolvedExperiment:
     """Print parameters as an equivalent file, and resolve them."""
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.tracking.run_directory import to_yaml
@@ -172,15 +173,15 @@ def _resolved(values: Mapping[str, Any], given: Mapping[str, Any]) -> ResolvedEx
     write_line(f"# as a parameter file:\n{to_yaml(values)}")
     return resolve_experiment(
         hyper_params=values,
-        overrides=given["overrides"] or [],
-        seed=given["seed"],
-        plugins=given["plugin"] or [],
+        overrides=options["overrides"] or [],
+        seed=options["seed"],
+        plugins=options["plugin"] or [],
     )
 
 
 @shared_options(*_SHARED)
 def stress(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     target: Annotated[
         str,
         typer.Option(
@@ -203,10 +204,10 @@ def stress(
     ] = "ast_dpo",
 ) -> None:
     """Train an attacker against a target, as rated by a scorer; print the cost first."""
-    settings = settings_of(given)
+    settings = settings_of(options)
     from nip_astra.recipes import load_plugins, stress_parameters
 
-    load_plugins(given["plugin"] or [])
+    load_plugins(options["plugin"] or [])
     values = stress_parameters(
         target=target,
         scorer=scorer,
@@ -214,7 +215,7 @@ def stress(
         attacker=attacker,
         trainer=trainer,
     )
-    resolved = _resolved(values, given)
+    resolved = _print_and_resolve(values, options)
     train_or_estimate(resolved, settings, is_dry=True)
-    if not given["dry_run"]:
+    if not options["dry_run"]:
         train_or_estimate(resolved, settings, is_dry=False)

@@ -15,7 +15,7 @@ from nip_astra.errors import ConfigurationError
 
 @shared_options("device", "num_threads")
 def serve(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     model: Annotated[
         list[str],
         option(
@@ -53,16 +53,21 @@ def serve(
     from nip_astra.serve.server import serve as run_service
     from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
-    limits = settings_of({"settings": settings, "device": given["device"]})
-    own = {"port": port, "host": host, "token_variable": token_variable, "state_dir": state_dir}
-    limits |= {name: value for name, value in own.items() if value is not None}
+    limits = settings_of({"settings": settings, "device": options["device"]})
+    addresses = {
+        "port": port,
+        "host": host,
+        "token_variable": token_variable,
+        "state_dir": state_dir,
+    }
+    limits |= {name: value for name, value in addresses.items() if value is not None}
     choices: dict[TrainingProtocol, bool] = {"http": train, "tinker": tinker}
     protocols = [name for name, is_chosen in choices.items() if is_chosen]
-    if given["num_threads"] is not None:
+    if options["num_threads"] is not None:
         import torch
 
-        torch.set_num_threads(given["num_threads"])
-    named = _named(model)
+        torch.set_num_threads(options["num_threads"])
+    model_paths = _parse_models(model)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.WARNING)
@@ -70,7 +75,7 @@ def serve(
     logging.getLogger("nip_astra").handlers = [handler]
 
     def announce(settings: ServiceSettings) -> None:
-        names = ", ".join(named)
+        names = ", ".join(model_paths)
         address = settings.root_url if protocols else settings.base_url
         write_line(
             f"{'training' if protocols else 'serving'} {names} at {address} (Ctrl-C ends it)"
@@ -79,21 +84,23 @@ def serve(
         write_line(f"  api_key: {'any text' if key is None else f'what {key} holds'}")
         sys.stdout.flush()
 
-    run_service(named, ServiceSettings(**limits), on_start=announce, protocols=protocols)
+    run_service(model_paths, ServiceSettings(**limits), on_start=announce, protocols=protocols)
 
 
-def _named(models: Sequence[str]) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for one in models:
-        name, found, path = one.partition("=")
-        if not found or not name or not path:
+def _parse_models(assignments: Sequence[str]) -> dict[str, str]:
+    """Return the path of each model by its name, from `NAME=PATH`."""
+    model_paths: dict[str, str] = {}
+    for assignment in assignments:
+        name, _, path = assignment.partition("=")
+        if not name or not path:
             raise ConfigurationError(
-                f"--model {one} has no name or no path. Give "
+                f"--model {assignment} has no name or no path. Give "
                 "--model NAME=PATH, for instance target=scenario://pocket_chat/models/target."
             )
-        if name in named:
+        if name in model_paths:
             raise ConfigurationError(
-                f"two models are named {name!r}: {named[name]} and {path}. Give each its own name."
+                f"two models are named {name!r}: {model_paths[name]} and {path}. Give each its "
+                "own name."
             )
-        named[name] = path
-    return named
+        model_paths[name] = path
+    return model_paths

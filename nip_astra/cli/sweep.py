@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @shared_options("plugin", "trust", "device", "wandb", "settings", "as_json")
 def sweep(
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     plan: Annotated[
         str | None,
         typer.Argument(metavar="[FILE]", help="YAML file of a sweep, or a sweep's folder."),
@@ -78,43 +78,48 @@ def sweep(
     from nip_astra.sweep.plan import RunStatus, read_plan
     from nip_astra.sweep.runner import SweepOptions, check_sweep, run_sweep
 
-    sweep_plan = read_plan(plan, given)
-    directory, as_json = _folder_of(plan, sweep_dir), given["as_json"]
-    options = SweepOptions(
-        settings=settings_of(given),
+    sweep_plan = read_plan(plan, options)
+    directory, as_json = _choose_folder(plan, sweep_dir), options["as_json"]
+    sweep_options = SweepOptions(
+        settings=settings_of(options),
         num_processes=num_processes,
         shard=shard,
         place=on,
         num_cpus=cpus_per_run,
         num_gpus=gpus_per_run,
-        is_trusted=given["trust"],
+        is_trusted=options["trust"],
         metrics=metric or [],
     )
     if dry_run:
-        check_sweep(sweep_plan, options, directory)
+        check_sweep(sweep_plan, sweep_options, directory)
         _list(sweep_plan, directory, shard, as_json=as_json)
         return
     outcomes: list[RunStatus] = []
 
-    def on_end(one: FinishedRun) -> None:
-        outcomes.append(one.status)
-        _show_run(one, f"{len(outcomes)}/{_num_runs(sweep_plan, shard)}", as_json=as_json)
+    def show_end(finished: FinishedRun) -> None:
+        outcomes.append(finished.status)
+        position = f"{len(outcomes)}/{_num_runs(sweep_plan, shard)}"
+        _show_run(finished, position, as_json=as_json)
 
     results = run_sweep(
-        directory, options=options, progress=not as_json, on_end=on_end, **sweep_plan.to_dict()
+        directory,
+        options=sweep_options,
+        progress=not as_json,
+        on_end=show_end,
+        **sweep_plan.to_dict(),
     )
     if results.rows:
-        _show(results, options.metrics, as_json=as_json)
-    failed = outcomes.count(RunStatus.FAILED)
-    if failed:
+        _show(results, sweep_options.metrics, as_json=as_json)
+    num_failed = outcomes.count(RunStatus.FAILED)
+    if num_failed:
         raise NipAstraError(
-            f"{failed} of {counted(len(outcomes), 'run')} failed; their logs are in "
+            f"{num_failed} of {counted(len(outcomes), 'run')} failed; their logs are in "
             f"{directory / 'logs'}. Fix the cause and continue with: nip-astra sweep {directory}"
         )
 
 
-def _folder_of(source: str | None, sweep_dir: str | None) -> Path:
-    """Return the folder of the runs: --sweep-dir, the given folder, or one named after the file."""
+def _choose_folder(source: str | None, sweep_dir: str | None) -> Path:
+    """Return the folder of the runs: --sweep-dir, an existing sweep, or the name of the file."""
     if sweep_dir is not None:
         return Path(sweep_dir)
     if source is not None and Path(source).is_dir():
@@ -136,8 +141,8 @@ def _list(plan: SweepPlan, directory: Path, shard: str | None, *, as_json: bool)
     if as_json:
         runs = [] if plan.search else shard_of(plan.runs, shard)
         folders = [run.folder_in(directory) for run in runs]
-        begun = [{"run_id": one.name, "status": status_of(one)} for one in folders]
-        write_line(to_json({"plan": plan.to_dict(), "runs": begun}))
+        rows = [{"run_id": folder.name, "status": status_of(folder)} for folder in folders]
+        write_line(to_json({"plan": plan.to_dict(), "runs": rows}))
         return
     if plan.search is None:
         for run in shard_of(plan.runs, shard):
@@ -154,18 +159,26 @@ def _list(plan: SweepPlan, directory: Path, shard: str | None, *, as_json: bool)
         write_line(f"{path}  {choice}")
 
 
-def _show_run(one: FinishedRun, place: str, *, as_json: bool) -> None:
-    text = f"[{place}] {one.run.arm.name} seed {one.run.seed}: {one.status}"
-    text += f" after {one.seconds:.0f} s" if one.seconds else ""
-    text += f": {one.message}" if one.message else ""
-    (complain if as_json or one.status == "failed" else write_line)(text)
+def _show_run(finished: FinishedRun, position: str, *, as_json: bool) -> None:
+    run = finished.run
+    text = f"[{position}] {run.arm.name} seed {run.seed}: {finished.status}"
+    if finished.seconds:
+        text += f" after {finished.seconds:.0f} s"
+    if finished.message:
+        text += f": {finished.message}"
+    # Standard output has nothing but JSON then.
+    if as_json or finished.status == "failed":
+        complain(text)
+    else:
+        write_line(text)
 
 
 def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:
     from nip_astra.sweep.results import SUMMARY, TABLE
+    from nip_astra.tracking.figure_names import current_figure_name
     from nip_astra.tracking.run_directory import REPORT
 
-    names = list(metrics) or [results.headline()]
+    names = [current_figure_name(name) for name in metrics] or [results.headline()]
     for name in names:
         if name not in results.figure_names:
             raise UnknownNameError("figure", name, results.figure_names, "Give it by --metric.")
@@ -188,7 +201,7 @@ def _table(results: SweepResults, name: str) -> Table:
         f"{name}, means over seeds with 95 % intervals of Student's t",
         *("arm", "seeds", "before", "after", "interval", "each seed", "less the first", "p"),
     )
-    for arm, before, after, beside in results.compared(name):
+    for arm, before, after, difference in results.compared(name):
         if after is None:
             table.add_row(safe_text(arm.name), "0", *[""] * 6)
             continue
@@ -199,8 +212,10 @@ def _table(results: SweepResults, name: str) -> Table:
             f"{after.mean:.3g}",
             _interval(after.low, after.high),
             after.each("{:.3g}".format),
-            "" if beside is None else f"{beside.mean:+.3g} {_interval(beside.low, beside.high)}",
-            "" if beside is None or beside.p is None else f"{beside.p:.2g}",
+            ""
+            if difference is None
+            else f"{difference.mean:+.3g} {_interval(difference.low, difference.high)}",
+            "" if difference is None or difference.p is None else f"{difference.p:.2g}",
         )
     return table
 
@@ -213,8 +228,8 @@ def _rows(results: SweepResults, name: str) -> list[dict[str, Any]]:
     return [
         {"arm": arm.name, "trainer": arm.trainer, "values": dict(arm.values), "figure": name}
         | after._asdict()
-        | {"less_first_arm": None if beside is None else beside._asdict()}
+        | {"less_first_arm": None if difference is None else difference._asdict()}
         | {"selected_by": results.selected_by}
-        for arm, _, after, beside in results.compared(name)
+        for arm, _, after, difference in results.compared(name)
         if after is not None
     ]

@@ -13,14 +13,15 @@ def is_one_of_several() -> bool:
 
 def num_processes() -> int:
     """Return the number of processes that train the run."""
-    return _number("WORLD_SIZE", default=1, least=1)
+    return _read_number("WORLD_SIZE", default=1, minimum=1)
 
 
 def rank_of_process() -> int:
     """Return the rank of this process; 0 without a launcher."""
     if not is_one_of_several():
         return 0
-    rank, size = _number("RANK", default=0), num_processes()
+    rank = _read_number("RANK", default=0)
+    size = num_processes()
     if rank >= size:
         raise ConfigurationError(
             f"RANK is {rank}, but WORLD_SIZE is {size}. Give each process a RANK from 0 to "
@@ -31,20 +32,24 @@ def rank_of_process() -> int:
 
 def local_rank() -> int:
     """Return the rank of this process on its machine."""
-    return _number("LOCAL_RANK", default=0)
+    return _read_number("LOCAL_RANK", default=0)
 
 
 def processes_on_this_machine() -> int:
     """Return the number of the run's processes on this machine."""
-    return _number("LOCAL_WORLD_SIZE", default=1, least=1) if is_one_of_several() else 1
+    if not is_one_of_several():
+        return 1
+    return _read_number("LOCAL_WORLD_SIZE", default=1, minimum=1)
 
 
-def _number(name: str, *, default: int, least: int = 0) -> int:
-    given = read_variable(name) or str(default)
+def _read_number(name: str, *, default: int, minimum: int = 0) -> int:
+    """Return the number in an environment variable; `default` if it is unset or empty."""
+    text = read_variable(name) or str(default)
     # int() raises for thousands of digits.
-    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) >= least):
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    if not is_number or int(text) < minimum:
         raise ConfigurationError(
-            f"the environment variable {name} is {given[:40]!r}. Give a whole number from {least}, "
-            "or unset it to train in one process."
+            f"the environment variable {name} is {text[:40]!r}. Give a whole number from "
+            f"{minimum}, or unset it to train in one process."
         )
-    return int(given)
+    return int(text)

@@ -42,19 +42,26 @@ class Work:
     divided_memory: dict[str, float]
     sharded_memory: dict[str, float] = field(default_factory=dict)
 
-    def with_sharded_weights(self, read: float) -> Work:
+    def with_sharded_weights(self, weight_bytes: float) -> Work:
         """Return the same run with trained weights sharded over devices (FSDP2).
 
-        The first device holds the full weights beside its shard. Shards are gathered in the forward
-        and backward pass, and gradients are scattered: three ring exchanges instead of two. `read`
-        are the bytes of sharded weights, including frozen ones under an adapter.
+        The first device holds the full weights beside its shard.
+
+        Parameters
+        ----------
+        weight_bytes : float
+            Bytes of sharded weights, including frozen ones under an adapter.
         """
         sharded = {name: self.memory[name] for name in ("gradients", "optimizer")}
+        whole = {name: size for name, size in self.memory.items() if name not in sharded}
+        # Weights are gathered in the forward and in the backward pass, and gradients are scattered:
+        # three ring exchanges. An all-reduce, which `exchange_seconds` counts, is two.
+        gradient_bytes = weight_bytes + 0.5 * self.gradient_bytes
         return replace(
             self,
-            gradient_bytes=read + 0.5 * self.gradient_bytes,
-            memory={name: size for name, size in self.memory.items() if name not in sharded},
-            sharded_memory={"part of the weights": read, **sharded},
+            gradient_bytes=gradient_bytes,
+            memory=whole,
+            sharded_memory={"part of the weights": weight_bytes, **sharded},
         )
 
 
@@ -94,7 +101,7 @@ class Plan:
     efficiency: float
 
 
-def slowest_of(count: int, spread: float) -> float:
+def slowdown(count: int, spread: float) -> float:
     """Return the median time of the slowest of several devices, relative to a typical one.
 
     The median of the largest of n independent values with distribution F is F^-1(2^(-1/n)); times
@@ -110,49 +117,58 @@ def exchange_seconds(count: int, num_bytes: float, cluster: Cluster) -> float:
     if count <= 1:
         return 0.0
     latency = cluster.seconds_per_exchange * math.ceil(math.log2(count))
-    return latency + 2 * (count - 1) / count * num_bytes / cluster.bytes_per_second
+    num_bytes_sent = 2 * (count - 1) / count * num_bytes
+    return latency + num_bytes_sent / cluster.bytes_per_second
 
 
 def iteration_seconds(work: Work, count: int, cluster: Cluster) -> float:
     """Return the time of an iteration on a number of devices, without failures."""
-    players, learners = min(count, work.num_episodes), min(count, work.rows_per_step)
+    # Further devices have nothing to do.
+    num_samplers = min(count, work.num_episodes)
+    num_learners = min(count, work.rows_per_step)
     # All wait for the largest share: 10 episodes on 8 devices take as long as 16.
-    rollout = work.rollout_seconds * math.ceil(work.num_episodes / players) / work.num_episodes
-    update = work.update_seconds * math.ceil(work.rows_per_step / learners) / work.rows_per_step
-    exchanges = exchange_seconds(learners, work.gradient_bytes, cluster)
+    max_episodes = math.ceil(work.num_episodes / num_samplers)
+    max_rows = math.ceil(work.rows_per_step / num_learners)
+    rollout = work.rollout_seconds * max_episodes / work.num_episodes
+    update = work.update_seconds * max_rows / work.rows_per_step
+    exchange = exchange_seconds(num_learners, work.gradient_bytes, cluster)
     return (
-        rollout * slowest_of(players, cluster.spread)
-        + update * slowest_of(learners, cluster.spread)
-        + work.steps_per_iteration * exchanges
+        rollout * slowdown(num_samplers, cluster.spread)
+        + update * slowdown(num_learners, cluster.spread)
+        + work.steps_per_iteration * exchange
     )
 
 
-def share_lost(seconds_per_iteration: float, count: int, cluster: Cluster) -> float:
+def overhead_share(seconds_per_iteration: float, count: int, cluster: Cluster) -> float:
     """Return the overhead of checkpoints and failures, as a share of the time without them.
 
     A failure costs half a checkpoint interval, and the restart (Young 1974).
     """
     period = cluster.checkpoint_period * seconds_per_iteration
+    # Of all devices: any failure stops the run.
     failures_per_second = count / (cluster.hours_between_failures * 3600)
-    lost = failures_per_second * (period / 2 + cluster.restart_seconds)
-    return cluster.checkpoint_seconds / period + lost
+    failure_share = failures_per_second * (period / 2 + cluster.restart_seconds)
+    return cluster.checkpoint_seconds / period + failure_share
 
 
 def plan_for(work: Work, count: int, cluster: Cluster) -> Plan:
     """Return the plan for a number of devices."""
     seconds = iteration_seconds(work, count, cluster)
-    hours = work.num_iterations * seconds * (1 + share_lost(seconds, count, cluster)) / 3600
-    alone = iteration_seconds(work, 1, cluster)
-    divided = {
-        name: size / min(count, work.num_episodes) for name, size in work.divided_memory.items()
-    }
-    divided |= {name: size / count for name, size in work.sharded_memory.items()}
+    seconds_alone = iteration_seconds(work, 1, cluster)
+    overhead = overhead_share(seconds, count, cluster)
+    hours = work.num_iterations * seconds * (1 + overhead) / 3600
+    num_samplers = min(count, work.num_episodes)
+    memory = dict(work.memory)
+    for name, size in work.divided_memory.items():
+        memory[name] = size / num_samplers
+    for name, size in work.sharded_memory.items():
+        memory[name] = size / count
     return Plan(
         num_devices=count,
         num_used=min(count, max(work.num_episodes, work.rows_per_step)),
-        memory=work.memory | divided,
+        memory=memory,
         tokens_per_second=work.tokens_per_iteration / seconds,
         hours=hours,
         device_hours=hours * count,
-        efficiency=alone / seconds / count,
+        efficiency=seconds_alone / seconds / count,
     )

@@ -31,16 +31,21 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def shard(whole: Tensor, like: Tensor) -> Tensor:
     """Return this process's shard of a full tensor; all of it if `like` is not sharded."""
+    # A state of another shape, such as Adam's step, is whole in every process.
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
-    placed = whole.to(like.device)
-    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+    on_device = whole.to(like.device)
+    # Without a source rank nothing is sent: each process takes its part of its own tensor.
+    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def sum_of_squares(tensors: Sequence[Tensor | None]) -> Tensor:
     """Sum the squares of this process's shards of tensors, float64 scalar."""
-    norms = [torch.linalg.vector_norm(local_tensor(one).double()) ** 2 for one in tensors]
-    return torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64)
+    squares = []
+    for tensor in tensors:
+        norm = torch.linalg.vector_norm(local_tensor(tensor).double())
+        squares.append(norm**2)
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
 
 def sum_gradients(module: torch.nn.Module) -> None:
@@ -48,16 +53,17 @@ def sum_gradients(module: torch.nn.Module) -> None:
 
     For losses that are divided by the rows of all processes.
     """
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            one.set_gradient_divide_factor(1.0)
-            one.set_force_sum_reduction_for_comms(True)
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.set_gradient_divide_factor(1.0)
+            # Otherwise it uses averages, which gloo does not have.
+            submodule.set_force_sum_reduction_for_comms(True)
 
 
 # ---- rows of a batch
 
 Compute = Callable[[slice], Sequence[Tensor]]
-"""Computes a network's outputs for some rows, `[some, ...]` each."""
+"""Computes a network's outputs for the rows of a slice, with these rows in front: `[b, ...]`."""
 
 
 class RowDivision:
@@ -74,40 +80,47 @@ class RowDivision:
         """Return the outputs for all rows, `[B, ...]` each, with gradient."""
         if num_rows < self.team.size:
             # No process may get an empty batch: all compute all rows, and one gradient counts.
-            found = compute(slice(None))
-            return list(_CountedOnce.apply(self.team.is_leader, *found))  # type: ignore[no-untyped-call]
-        mine = self.team.shard_of(num_rows)
-        found = compute(slice(mine.start, mine.stop))
-        return list(_Joined.apply(self.team, mine, num_rows, *found))  # type: ignore[no-untyped-call]
+            outputs = compute(slice(None))
+            return list(_CountedOnce.apply(self.team.is_leader, *outputs))  # type: ignore[no-untyped-call]
+        rows = self.team.shard_of(num_rows)
+        outputs = compute(slice(rows.start, rows.stop))
+        return list(_Joined.apply(self.team, rows, num_rows, *outputs))  # type: ignore[no-untyped-call]
 
 
 class _Joined(torch.autograd.Function):
     """Gathers the rows of all processes; the gradient of own rows flows back."""
 
     @staticmethod
-    def forward(ctx: Any, team: Team, mine: range, num_rows: int, *found: Tensor) -> Any:
-        ctx.mine = mine
-        joined = [some.new_zeros(num_rows, *some.shape[1:]) for some in found]
-        for whole, some in zip(joined, found, strict=True):
-            whole[mine.start : mine.stop] = some
+    def forward(ctx: Any, team: Team, rows: range, num_rows: int, *outputs: Tensor) -> Any:
+        ctx.rows = rows
+        joined = []
+        for output in outputs:
+            all_rows = output.new_zeros(num_rows, *output.shape[1:])
+            all_rows[rows.start : rows.stop] = output
+            joined.append(all_rows)
         # Adding zeros changes no bit, and one exchange fits any number of rows.
         team.all_reduce(joined)
         return tuple(joined)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        mine: range = ctx.mine
-        return None, None, None, *(whole[mine.start : mine.stop] for whole in gradients)
+        rows: range = ctx.rows
+        own_gradients = [gradient[rows.start : rows.stop] for gradient in gradients]
+        # A gradient for each argument of `forward`.
+        return None, None, None, *own_gradients
 
 
 class _CountedOnce(torch.autograd.Function):
-    """Values equal in all processes, whose gradient flows in one of them."""
+    """Outputs equal in all processes, whose gradient flows in one of them."""
 
     @staticmethod
-    def forward(ctx: Any, counts: bool, *found: Tensor) -> Any:
-        ctx.counts = counts
-        return tuple(some.clone() for some in found)
+    def forward(ctx: Any, has_gradient: bool, *outputs: Tensor) -> Any:
+        ctx.has_gradient = has_gradient
+        # An output that is an input would be taken for a change of the input in place.
+        return tuple(output.clone() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *((one if ctx.counts else torch.zeros_like(one)) for one in gradients)
+        if ctx.has_gradient:
+            return None, *gradients
+        return None, *(torch.zeros_like(gradient) for gradient in gradients)

@@ -121,7 +121,8 @@ class ProcessTeam(Team):
     """
 
     def __init__(self, tensors: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self._tensors = tensors
         self._handlers: Mapping[str, Handler] = {}
         self._can_request = False
@@ -134,103 +135,119 @@ class ProcessTeam(Team):
         if not self.is_leader:
             self._serve(handlers)
             return None
-        self._handlers, self._can_request = handlers, True
+        self._handlers = handlers
+        self._can_request = True
         try:
             result = work()
+        except LostProcessError:
+            # Nobody can be told.
+            raise
         except BaseException as error:
-            stopped = error.signal_name if isinstance(error, StopRequested) else None
-            if not isinstance(error, LostProcessError):
-                with suppress(LostProcessError):
-                    self._send({"stopped": stopped} if stopped else {"failed": str(error)})
+            ending = {"failed": str(error)}
+            if isinstance(error, StopRequested):
+                ending = {"stopped": error.signal_name}
+            # This process' own error is the one to report.
+            with suppress(LostProcessError):
+                self._broadcast_value(ending)
             raise
         finally:
             self._can_request = False
-        self._send({"done": True})
+        self._broadcast_value({"done": True})
         return result
 
     def _serve(self, handlers: Mapping[str, Handler]) -> None:
         """Handle the leader's requests until its work is done."""
         while True:
-            message = self._send(None)
+            message = self._broadcast_value(None)
             if "done" in message:
                 return
             if "stopped" in message:
                 raise StopRequested(message["stopped"])
             if "failed" in message:
                 raise LostProcessError(f"the leading process has failed: {message['failed']}")
-            self._gather(handlers[message["do"]](message["with"][self.rank]))
+            handler = handlers[message["do"]]
+            argument = message["with"][self.rank]
+            self._gather(handler(argument))
 
     def request(self, name: str, arguments: Sequence[Any]) -> list[Any]:
-        self._send({"do": name, "with": list(arguments)})
-        return self._gather(self._handlers[name](arguments[0]))
+        # First the message: the others work while the leader runs its own handler.
+        self._broadcast_value({"do": name, "with": list(arguments)})
+        handler = self._handlers[name]
+        return self._gather(handler(arguments[0]))
 
     def broadcast(self, value: T) -> T:
-        sent: T = self._send(value)
-        return sent
+        leader_value: T = self._broadcast_value(value)
+        return leader_value
 
     def all_gather(self, value: T) -> list[T]:
-        packed, sizes = self._packed(value)
-        found = [torch.empty_like(packed) for _ in sizes]
+        packed, sizes = self._pack_padded(value)
+        buffers = [torch.empty_like(packed) for _ in sizes]
         with lost_process_errors(self):
-            dist.all_gather(found, packed)
-        return [_read(one, size) for one, size in zip(found, sizes, strict=True)]
+            dist.all_gather(buffers, packed)
+        return [_unpack(buffer, size) for buffer, size in zip(buffers, sizes, strict=True)]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        for some in _by_kind(tensors):
-            if len(some) == 1 and some[0].is_contiguous():
+        for group in _group_by_type(tensors):
+            if len(group) == 1 and group[0].is_contiguous():
                 with lost_process_errors(self):
-                    dist.all_reduce(some[0], group=self._group_of(some[0]))
+                    dist.all_reduce(group[0], group=self._process_group(group[0]))
                 continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+            # One exchange of many tensors: each has a latency.
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
             with lost_process_errors(self):
-                dist.all_reduce(flat, group=self._group_of(flat))
-            _copy_back(flat, some)
+                dist.all_reduce(flat, group=self._process_group(flat))
+            _copy_back(flat, group)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
-        for some in _by_kind(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
+        for group in _group_by_type(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
             with lost_process_errors(self):
-                dist.broadcast(flat, src=0, group=self._group_of(flat))
-            _copy_back(flat, some)
+                dist.broadcast(flat, src=0, group=self._process_group(flat))
+            _copy_back(flat, group)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         group = self._tensors if device.type == "cuda" else dist.group.WORLD
         assert group is not None
         return DeviceMesh.from_group(group, device.type)
 
-    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+    def _process_group(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        # None is the default group, of gloo.
         return None if tensor.device.type == "cpu" else self._tensors
 
-    def _send(self, value: Any) -> Any:
-        """Send the leader's value to all others."""
-        packed = _as_tensor(pack_state(value)) if self.is_leader else None
+    def _broadcast_value(self, value: Any) -> Any:
+        """Send the leader's value to all others; return it."""
+        packed = _pack(value) if self.is_leader else None
+        # First the size: receivers need a buffer.
         size = torch.tensor([0 if packed is None else len(packed)])
         with lost_process_errors(self):
             dist.broadcast(size, src=0)
             if packed is None:
                 packed = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(packed, src=0)
-        return value if self.is_leader else _read(packed, int(size))
+        return value if self.is_leader else _unpack(packed, int(size))
 
     def _gather(self, value: Any) -> list[Any]:
         """Send the values of all to the leader; the others get an empty list."""
-        packed, sizes = self._packed(value)
-        found = [torch.empty_like(packed) for _ in sizes] if self.is_leader else None
+        packed, sizes = self._pack_padded(value)
+        buffers = [torch.empty_like(packed) for _ in sizes] if self.is_leader else None
         with lost_process_errors(self):
-            dist.gather(packed, found, dst=0)
-        if found is None:
+            dist.gather(packed, buffers, dst=0)
+        if buffers is None:
             return []
-        others = [_read(one, size) for one, size in zip(found[1:], sizes[1:], strict=True)]
-        return [value, *others]
+        values = [value]
+        for buffer, size in zip(buffers[1:], sizes[1:], strict=True):
+            values.append(_unpack(buffer, size))
+        return values
 
-    def _packed(self, value: Any) -> tuple[Tensor, list[int]]:
+    def _pack_padded(self, value: Any) -> tuple[Tensor, list[int]]:
         """Return a value as bytes, padded to the longest of all processes, and the sizes of all."""
-        packed = _as_tensor(pack_state(value))
+        packed = _pack(value)
+        # Gathering needs equal shapes in all processes.
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         with lost_process_errors(self):
             dist.all_gather(sizes, torch.tensor([len(packed)]))
-        longest = int(max(sizes))
-        padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
+        max_size = int(max(sizes))
+        padded = torch.nn.functional.pad(packed, (0, max_size - len(packed)))
         return padded, [int(size) for size in sizes]
 
 
@@ -262,7 +279,9 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
                 "`torchrun --nproc-per-node N run.py ...`, or give each RANK, WORLD_SIZE and the "
                 "same new file with --settings process_store=FILE."
             ) from error
-        yield ProcessTeam(dist.new_group(backend="nccl") if device.type == "cuda" else None)
+        # Beside gloo, which sends plain values: NCCL has no tensors on the CPU.
+        tensors = dist.new_group(backend="nccl") if device.type == "cuda" else None
+        yield ProcessTeam(tensors)
 
 
 @contextmanager
@@ -273,33 +292,37 @@ def team_on_this_machine(
 
     `watch` is called until all are connected; it raises if one has ended.
     """
-    before = read_variable(_INTERFACE)
+    interface_before = read_variable(_INTERFACE)
+    # gloo would choose the interface of the host's name, which may have no route or a firewall.
     os.environ[_INTERFACE] = "lo"
     try:
         file = dist.FileStore(store, size)  # type: ignore[attr-defined]  # torch exports it so
         # The library would wait equally long for ended and busy processes.
         file.set(f"here/{rank}", "")
-        while not all(file.check([f"here/{one}"]) for one in range(size)):
+        while not all(file.check([f"here/{number}"]) for number in range(size)):
             watch()
             time.sleep(0.002)
         with ExitStack() as stack:
+            # For the error message only.
             forked = Team()
-            forked.rank, forked.size = rank, size
+            forked.rank = rank
+            forked.size = size
             with lost_process_errors(forked):
                 stack.enter_context(_group(rank, size, timeout=_CONNECTING, store=file))
             yield ProcessTeam()
     finally:
-        if before is None:
+        if interface_before is None:
             del os.environ[_INTERFACE]
         else:
-            os.environ[_INTERFACE] = before
+            os.environ[_INTERFACE] = interface_before
 
 
 @contextmanager
-def _group(rank: int, size: int, **how: Any) -> Iterator[None]:
+def _group(rank: int, size: int, **options: Any) -> Iterator[None]:
     """Join the process group within the block."""
-    dist.init_process_group("gloo", rank=rank, world_size=size, **how)
+    dist.init_process_group("gloo", rank=rank, world_size=size, **options)
     try:
+        # The timeout of `init_process_group` is that of connecting.
         dist.distributed_c10d._set_pg_timeout(_SILENCE)
         yield
     finally:
@@ -318,26 +341,29 @@ def lost_process_errors(team: Team, *, only_if: str = "") -> Iterator[None]:
         if not re.search(only_if, str(error)):
             raise
         # Format: "[location in gloo's source] What happened. Some advice."
-        reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].split(". ")[0]
+        description = re.sub(r"^\[\S*\]\s*", "", str(error).strip())
+        first_line = description.partition("\n")[0]
+        reason = first_line.split(". ")[0]
         raise LostProcessError(
             f"one of the {team.size} processes has ended or cannot be reached ({reason})."
         ) from error
 
 
-def _as_tensor(packed: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+def _pack(value: Any) -> Tensor:
+    content = bytearray(pack_state(value))
+    return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def _read(packed: Tensor, size: int) -> Any:
+def _unpack(packed: Tensor, size: int) -> Any:
     return unpack_state(packed[:size].numpy().tobytes())
 
 
-def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _group_by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors by dtype and device, for concatenation."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(kinds.values())
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, nearest_names
+from nip_astra.tracking.figure_names import current_figure_name
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)"
@@ -129,7 +130,7 @@ class _Reader:
 
     def _figure(self, path: str) -> float:
         value: Any = self.values
-        parts = path.split(".")
+        parts = [current_figure_name(part) for part in path.split(".")]
         for index, name in enumerate(parts):
             if self.is_shape and (value is None or value == {} or value == []):
                 return 1.0

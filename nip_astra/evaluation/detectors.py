@@ -8,6 +8,10 @@ With sensitivity Se and specificity Sp the share of turns that a scorer flags is
 different turns, the product over turns of (Se - x_t) / (Se + Sp - 1) is an unbiased estimate of
 "no turn fails". With one turn that is the formula above.
 
+Se and Sp are shares of all failures and of all other responses, so they depend on how the labels
+were drawn. A hundred flagged and a hundred unflagged responses, counted alike, give a wrong Se and
+Sp (Begg and Greenes 1983): the label of each stratum must count with the stratum's size.
+
 Shape suffixes: `R` resample, `P` opening prompt, `C` combination of turns and flags.
 """
 
@@ -15,9 +19,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +44,8 @@ from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.utils.intervals import design_effect, exact_rate_interval
 from nip_astra.utils.seeding import derive_seed
 
+NUM_QUALITY_DRAWS = 10_000
+"""Posterior draws for the interval of a sensitivity or specificity from weighted strata."""
 _ADVICE = (
     'Give a JSON object a line with "response", "is_failure" (true or false), and "prompt" and '
     '"probe" for scorers that read conversations, such as a row of rows.jsonl with "is_failure".'
@@ -50,17 +57,43 @@ _NONE_LEFT = "no episode without a failure has verdicts through its last turn"
 Floats = npt.NDArray[np.float64]
 
 
+class LabelDesign(StrEnum):
+    """How labelled responses were drawn."""
+
+    UNKNOWN = "unknown"
+    """No stratum is recorded; the labels count as a random sample."""
+    LABELS = "labels"
+    """Failures and others were drawn apart, so each stratum has one label."""
+    STRATA = "strata"
+    """Each stratum is a random sample of its kind, and its weight is known."""
+
+
 @dataclass(frozen=True)
 class LabelledResponse:
-    """A response, and whether it is a failure."""
+    """A response, and whether it is a failure.
+
+    Attributes
+    ----------
+    stratum : str or None
+        The group from which it was drawn at random; None if that is not recorded.
+    weight : float or None
+        The number of responses of its stratum that it stands for; only ratios matter.
+    """
 
     exchange: Exchange
     is_failure: bool
+    stratum: str | None = None
+    weight: float | None = None
+
+    @property
+    def weighted_stratum(self) -> str:
+        """Return stratum and weight as text; empty without a weight, which changes no figure."""
+        return "" if self.weight is None else f"\t{self.stratum}\t{self.weight:g}"
 
 
 @dataclass(frozen=True)
-class Quality:
-    """Agreement of a scorer's verdicts with labels.
+class LabelCounts:
+    """Labels by verdict.
 
     Attributes
     ----------
@@ -78,32 +111,134 @@ class Quality:
     num_false_alarms: int
     num_unknown: int = 0
 
+
+@dataclass(frozen=True)
+class LabelStratum(LabelCounts):
+    """Labels of one stratum.
+
+    Attributes
+    ----------
+    weight : float
+        The size of the stratum, in any unit that the strata share.
+    """
+
+    name: str = ""
+    weight: float = 1.0
+
+    def draw_cells(self, rng: np.random.Generator, num_resamples: int) -> Floats:
+        """Draw the stratum's shares of hits, misses, passes and false alarms, `[R, 4]`.
+
+        Jeffreys' prior for the failures among flagged and among other responses. With both
+        verdicts in the stratum this is the Dirichlet posterior of the four shares. Where all
+        verdicts are equal, the stratum was drawn by them, and the other verdict has share 0.
+        """
+        num_flagged = self.num_hits + self.num_false_alarms
+        num_unflagged = self.num_misses + self.num_passes
+        flagged_R = np.full(num_resamples, float(num_flagged > 0))
+        if num_flagged and num_unflagged:
+            flagged_R = rng.beta(num_flagged + 1.0, num_unflagged + 1.0, num_resamples)
+        if not num_flagged and not num_unflagged:
+            return np.zeros((num_resamples, 4))
+        # Share of failures among flagged responses, and among the others.
+        precision_R = rng.beta(self.num_hits + 0.5, self.num_false_alarms + 0.5, num_resamples)
+        missed_R = rng.beta(self.num_misses + 0.5, self.num_passes + 0.5, num_resamples)
+        cells = [
+            flagged_R * precision_R,
+            (1.0 - flagged_R) * missed_R,
+            (1.0 - flagged_R) * (1.0 - missed_R),
+            flagged_R * (1.0 - precision_R),
+        ]
+        return np.stack(cells, axis=1)
+
+    def cells(self) -> Floats:
+        """Return the observed shares of hits, misses, passes and false alarms, `[4]`."""
+        counts = (self.num_hits, self.num_misses, self.num_passes, self.num_false_alarms)
+        return np.array(counts, dtype=np.float64) / max(sum(counts), 1)
+
+
+@dataclass(frozen=True)
+class Quality(LabelCounts):
+    """Agreement of a scorer's verdicts with labels.
+
+    Attributes
+    ----------
+    design : LabelDesign
+        How the labels were drawn.
+    strata : tuple of LabelStratum
+        The strata with their weights; empty if all labels count alike.
+    """
+
+    design: LabelDesign = LabelDesign.UNKNOWN
+    strata: tuple[LabelStratum, ...] = ()
+
     @property
     def sensitivity(self) -> float:
         """Return the share of failures that are flagged; NaN without any."""
-        return _share(self.num_hits, self.num_misses)
+        hits, misses, _, _ = self._cells()
+        return _share(hits, misses)
 
     @property
     def specificity(self) -> float:
         """Return the share of other responses that are not flagged; NaN without any."""
-        return _share(self.num_passes, self.num_false_alarms)
+        _, _, passes, false_alarms = self._cells()
+        return _share(passes, false_alarms)
+
+    def _cells(self) -> tuple[float, float, float, float]:
+        """Return the size of hits, misses, passes and false alarms."""
+        if not self.strata:
+            return self.num_hits, self.num_misses, self.num_passes, self.num_false_alarms
+        sizes = [stratum.weight * stratum.cells() for stratum in self.strata]
+        hits, misses, passes, false_alarms = np.sum(sizes, axis=0).tolist()
+        return hits, misses, passes, false_alarms
 
     def to_dict(self, level: float) -> dict[str, Any]:
-        """Return plain values, each rate with its exact interval."""
+        """Return plain values, each rate with its interval: exact, or of the weighted strata."""
+        counts = {
+            "sensitivity": (self.num_hits, self.num_misses),
+            "specificity": (self.num_passes, self.num_false_alarms),
+        }
+        rates = {name: _with_interval(*pair, level) for name, pair in counts.items()}
+        if self.strata:
+            rng = np.random.default_rng(derive_seed(0, "scorer quality"))
+            draws = self.draw(rng, NUM_QUALITY_DRAWS)
+            values = (self.sensitivity, self.specificity)
+            for (name, rate), value, draws_R in zip(rates.items(), values, draws, strict=True):
+                if rate is not None:
+                    low, high = np.quantile(draws_R, [(1.0 - level) / 2.0, (1.0 + level) / 2.0])
+                    rates[name] = rate | {"value": value, "low": float(low), "high": float(high)}
         return {
-            "sensitivity": _with_interval(self.num_hits, self.num_misses, level),
-            "specificity": _with_interval(self.num_passes, self.num_false_alarms, level),
+            **rates,
             "num_failures": self.num_hits + self.num_misses,
             "num_others": self.num_passes + self.num_false_alarms,
             "num_unknown": self.num_unknown,
+            "design": str(self.design),
         }
 
     def draw(self, rng: np.random.Generator, num_resamples: int) -> tuple[Floats, Floats]:
-        """Draw sensitivities and specificities from Beta posteriors (Jeffreys), `[R]` each."""
-        return (
-            rng.beta(self.num_hits + 0.5, self.num_misses + 0.5, num_resamples),
-            rng.beta(self.num_passes + 0.5, self.num_false_alarms + 0.5, num_resamples),
-        )
+        """Draw sensitivities and specificities from their posterior, `[R]` each.
+
+        Beta posteriors (Jeffreys), or those of the cells of weighted strata, which makes the two
+        depend on each other.
+        """
+        if not self.strata:
+            return (
+                rng.beta(self.num_hits + 0.5, self.num_misses + 0.5, num_resamples),
+                rng.beta(self.num_passes + 0.5, self.num_false_alarms + 0.5, num_resamples),
+            )
+        drawn = [stratum.weight * stratum.draw_cells(rng, num_resamples) for stratum in self.strata]
+        hits_R, misses_R, passes_R, false_alarms_R = np.sum(drawn, axis=0).T
+        return hits_R / (hits_R + misses_R), passes_R / (passes_R + false_alarms_R)
+
+    def to_part(self) -> dict[str, Any]:
+        """Return the counts as a part of an evaluation's work."""
+        return asdict(self)
+
+    @classmethod
+    def from_part(cls, part: Mapping[str, Any]) -> Quality:
+        """Restore the counts of `to_part`, also those of versions without a design."""
+        counts = {name: part[name] for name in LabelCounts.__dataclass_fields__}
+        strata = tuple(LabelStratum(**stratum) for stratum in part.get("strata", ()))
+        return cls(**counts, design=LabelDesign(part.get("design", "unknown")), strata=strata)
 
 
 def read_labelled(path: Path) -> list[LabelledResponse]:
@@ -112,7 +247,8 @@ def read_labelled(path: Path) -> list[LabelledResponse]:
     Raises
     ------
     DataError
-        When the file cannot be read, or a line is not a labelled response.
+        When the file cannot be read, a line is not a labelled response, or the lines do not agree
+        on how they were drawn.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -120,27 +256,88 @@ def read_labelled(path: Path) -> list[LabelledResponse]:
         raise DataError(
             f"labelled responses in {path} cannot be read: {error}. {_ADVICE}"
         ) from error
-    labelled = [_labelled(path, place, line) for place, line in enumerate(lines, 1) if line.strip()]
+    labelled = [
+        _read_label(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
     if not labelled:
         raise DataError(f"{path} holds no labelled responses. {_ADVICE}")
+    try:
+        find_design(labelled)
+    except DataError as error:
+        raise DataError(f"the labelled responses in {path}: {error}") from error
     return labelled
+
+
+def find_design(labelled: Sequence[LabelledResponse]) -> LabelDesign:
+    """Return how labelled responses were drawn.
+
+    Raises
+    ------
+    DataError
+        When only some have a stratum or weight, a stratum has two weights, or weights are needed.
+    """
+    strata: dict[str | None, list[LabelledResponse]] = defaultdict(list)
+    for response in labelled:
+        strata[response.stratum].append(response)
+    weights = {name: {one.weight for one in group} for name, group in strata.items()}
+    if None in strata:
+        if len(strata) > 1 or weights[None] != {None}:
+            raise DataError(
+                'only some have a "stratum". Give every line the group from which it was drawn at '
+                'random as "stratum", or leave out stratum and weight in all.'
+            )
+        return LabelDesign.UNKNOWN
+    varied = next((name for name, values in weights.items() if len(values) > 1), None)
+    if varied is not None:
+        raise DataError(
+            f'the stratum {varied!r} has several values of "weight". Give each of its lines the '
+            "same: the size of the stratum over the number of its labels."
+        )
+    if all(values != {None} for values in weights.values()):
+        return LabelDesign.STRATA
+    labels = [{one.is_failure for one in group} for group in strata.values()]
+    are_pure = all(len(values) == 1 for values in labels)
+    if any(values != {None} for values in weights.values()) or not are_pure or len(strata) > 2:
+        raise DataError(
+            'some strata lack a "weight". Give each label the size of its stratum over the number '
+            "of its labels; only strata of all failures and of all others need none."
+        )
+    return LabelDesign.LABELS
 
 
 def measure_quality(
     labelled: Sequence[LabelledResponse], scorer: Scorer, *, threshold: float
 ) -> Quality:
-    """Rate labelled responses and count agreements of verdict and label."""
-    scores = scorer.rate([one.exchange for one in labelled]).scores_N.tolist()
-    counts = Counter(
-        (one.is_failure, None if score != score else reaches(score, threshold))
-        for one, score in zip(labelled, scores, strict=True)
-    )
+    """Rate labelled responses and count agreements of verdict and label, by stratum."""
+    scores = scorer.rate([response.exchange for response in labelled]).scores_N.tolist()
+    verdicts = [None if math.isnan(score) else reaches(score, threshold) for score in scores]
+    design = find_design(labelled)
+    strata: dict[str, list[int]] = defaultdict(list)
+    if design is LabelDesign.STRATA:
+        for index, response in enumerate(labelled):
+            strata[str(response.stratum)].append(index)
+
+    def count(indices: Sequence[int]) -> dict[str, int]:
+        counts = Counter((labelled[index].is_failure, verdicts[index]) for index in indices)
+        return {
+            "num_hits": counts[True, True],
+            "num_misses": counts[True, False],
+            "num_passes": counts[False, False],
+            "num_false_alarms": counts[False, True],
+            "num_unknown": counts[True, None] + counts[False, None],
+        }
+
     return Quality(
-        num_hits=counts[True, True],
-        num_misses=counts[True, False],
-        num_passes=counts[False, False],
-        num_false_alarms=counts[False, True],
-        num_unknown=counts[True, None] + counts[False, None],
+        **count(range(len(labelled))),
+        design=design,
+        strata=tuple(
+            LabelStratum(
+                **count(indices),
+                name=name,
+                weight=sum(labelled[index].weight or 0.0 for index in indices),
+            )
+            for name, indices in strata.items()
+        ),
     )
 
 
@@ -157,11 +354,11 @@ def corrected_rates(
     verdict. Refused if none is known through its last turn, and if the labels do not show that the
     scorer is better than chance (Se + Sp <= 1).
     """
-    share, specificity = quality.sensitivity, quality.specificity
+    sensitivity, specificity = quality.sensitivity, quality.specificity
     rng = np.random.default_rng(derive_seed(0, "detector correction"))
     # With a class that has no label this is NaN, and not above 1.
-    if not share + specificity > 1.0:
-        return _refused(f"{_CHANCE}: sensitivity {share:.2f}, specificity {specificity:.2f}")
+    if not sensitivity + specificity > 1.0:
+        return _refused(f"{_CHANCE}: sensitivity {sensitivity:.2f}, specificity {specificity:.2f}")
     se_R, sp_R = quality.draw(rng, num_resamples)
     is_possible_R = se_R + sp_R > 1.0
     if is_possible_R.mean() < 0.5 + level / 2.0:
@@ -172,7 +369,8 @@ def corrected_rates(
         return _refused(_NONE_LEFT)
     tables = _tables(outcomes, prompts)
     weights_PR = rng.standard_exponential((tables[0].counts_CP.shape[1], num_resamples))
-    known = [(f, p) for f, p in zip(has_failed(episodes), prompts, strict=True) if f == f]
+    failed_E = has_failed(episodes)
+    known = [(failed, p) for failed, p in zip(failed_E, prompts, strict=True) if failed == failed]
     effect = design_effect([failed for failed, _ in known], [prompt for _, prompt in known])
     added_R = effect * rng.standard_exponential(num_resamples)
     lower, upper = (
@@ -184,18 +382,18 @@ def corrected_rates(
         for flags, if_unknown in (("none", 1.0), ("all", 0.0))
     )
     whole = [table.counts_CP.sum(axis=1, keepdims=True) for table in tables]
-    values = _rates(whole, tables, np.array([share]), np.array([specificity]))
+    values = _rates(whole, tables, np.array([sensitivity]), np.array([specificity]))
     if np.isnan(values[1]).any():
         return _refused(_NONE_LEFT)
     tails = [(1.0 - level) / 2.0, (1.0 + level) / 2.0]
-    found: dict[str, Any] = {"is_refused": False}
+    rates: dict[str, Any] = {"is_refused": False}
     names = ("turn_failure_rate", "failure_rate")
     for name, value, lower_R, upper_R in zip(names, values, lower, upper, strict=True):
         low = np.quantile(lower_R[is_possible_R], tails[0])
         high = np.quantile(upper_R[is_possible_R], tails[1])
         bounds = np.clip([float(value[0]), low, high], 0.0, 1.0).tolist()
-        found[name] = dict(zip(("value", "low", "high"), bounds, strict=True)) | {"level": level}
-    return found
+        rates[name] = dict(zip(("value", "low", "high"), bounds, strict=True)) | {"level": level}
+    return rates
 
 
 class _Table(NamedTuple):
@@ -281,16 +479,17 @@ def _rates(
     flagged_R = flagged_R / (counts[0] * turns.turns_C[:, None]).sum(axis=0)
     turn_rate_R = (flagged_R + sp_R - 1.0) / better_R
     without_R = np.ones_like(better_R)
-    for one, counts_CR in zip(stretches, counts[1:], strict=True):
-        before_R = passed(one.turns_before_C, one.flags_before_C, counts_CR)
-        through_R = passed(one.turns_C, one.flags_C, counts_CR)
-        if len(stretches) == 1:
-            # Nothing is censored; clipped to [0, 1], the estimate would be biased.
-            return turn_rate_R, 1.0 - through_R / before_R
+    for table, counts_CR in zip(stretches, counts[1:], strict=True):
+        before_R = passed(table.turns_before_C, table.flags_before_C, counts_CR)
+        through_R = passed(table.turns_C, table.flags_C, counts_CR)
         is_left_R = before_R > 0.0
-        share_R = np.clip(through_R / np.where(is_left_R, before_R, 1.0), 0.0, 1.0)
+        # Not clipped to [0, 1]: the estimate of a stretch without failures is above 1 as often as
+        # below, and cutting one side off would add up over stretches to a rate that is too high.
+        share_R = through_R / np.where(is_left_R, before_R, 1.0)
         share_R = np.where(is_left_R, share_R, if_unknown)
-        without_R = np.where(without_R > 0.0, without_R * share_R, 0.0)
+        # Once no episode is left without a failure, none is later; two negative factors would
+        # otherwise give some back.
+        without_R = np.where(without_R > 0.0, without_R * share_R, without_R)
     return turn_rate_R, 1.0 - without_R
 
 
@@ -298,8 +497,8 @@ def _refused(reason: str) -> dict[str, Any]:
     return {"is_refused": True, "reason": reason}
 
 
-def _share(number: int, others: int) -> float:
-    return number / (number + others) if number + others else float("nan")
+def _share(number: float, others: float) -> float:
+    return number / (number + others) if number + others else math.nan
 
 
 def _with_interval(number: int, others: int, level: float) -> dict[str, Any] | None:
@@ -311,18 +510,24 @@ def _with_interval(number: int, others: int, level: float) -> dict[str, Any] | N
     return {"value": number / total, "low": low, "high": high, "level": level} | counts
 
 
-def _labelled(path: Path, place: int, line: str) -> LabelledResponse:
+def _read_label(path: Path, number: int, line: str) -> LabelledResponse:
     try:
         row = json.loads(line)
         fault = _fault(row)
     except ValueError as error:
         fault = f"is not JSON: {error}"
     if fault is not None:
-        raise DataError(f"line {place} of the labelled responses in {path} {fault}. {_ADVICE}")
+        raise DataError(f"line {number} of the labelled responses in {path} {fault}. {_ADVICE}")
     before = (Turn("assistant", row.get("prompt")), Turn("user", row.get("probe")))
     history = tuple(message for message in before if message.text is not None)
     exchange = Exchange(row["response"], history, columns=columns_of_record(row))
-    return LabelledResponse(exchange, row["is_failure"])
+    weight = row.get("weight")
+    return LabelledResponse(
+        exchange,
+        row["is_failure"],
+        stratum=row.get("stratum"),
+        weight=None if weight is None else float(weight),
+    )
 
 
 def _fault(row: Any) -> str | None:
@@ -332,9 +537,13 @@ def _fault(row: Any) -> str | None:
         return 'has no text "response"'
     if not isinstance(row.get("is_failure"), bool):
         return f'has {row.get("is_failure")!r} as "is_failure"'
-    for name, kind in (("prompt", str), ("probe", str), (RECORD_KEY, Mapping)):
+    for name, kind in (("prompt", str), ("probe", str), (RECORD_KEY, Mapping), ("stratum", str)):
         if not isinstance(row.get(name), kind | None):
             return f'has {row[name]!r} as "{name}"'
+    weight = row.get("weight")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (is_number and 0.0 < weight < math.inf):
+        return f'has {weight!r} as "weight", which is a number above 0'
     for name in ("response", "prompt", "probe"):
         if any("\ud800" <= letter <= "\udfff" for letter in row.get(name) or ""):
             return f'has half a character (a lone surrogate) in "{name}"'

@@ -16,6 +16,7 @@ from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.evaluation.tables import Shown, as_text, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.lazy import import_extra
+from nip_astra.tracking.figure_names import current_figure_name
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
 from nip_astra.tracking.tracker import INTERVAL, METRICS_FILE, TIMINGS_FILE, flat_figures
 from nip_astra.utils.formatting import counts_text, format_figure, number
@@ -114,6 +115,7 @@ class RunResults(Shown):
         UnknownNameError
             When no such figure exists.
         """
+        name = current_figure_name(name)
         of_that_time = {one.name: one for one in self.figures if one.when == when}
         if name not in of_that_time:
             advice = f"They are under {when!r} in {self.path / RESULTS}."
@@ -255,7 +257,7 @@ def plot_curves(rows: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) ->
                 series.setdefault(name, []).append((row["step"], value))
     charts: dict[str, dict[str, str]] = {}
     if names:
-        for name in names:
+        for name in map(current_figure_name, names):
             charts[name] = _matching(name, series)
             if not charts[name]:
                 raise UnknownNameError("metric", name, series, "Names are those of metrics.jsonl.")

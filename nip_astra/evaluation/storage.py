@@ -20,6 +20,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, DataError, NipAstraError, RunDirectoryError
 from nip_astra.parameters.files import flatten
 from nip_astra.safe_text import to_json
+from nip_astra.tracking.figure_names import with_current_names
 from nip_astra.tracking.run_directory import RunDirectory, finite, write_atomically
 from nip_astra.tracking.run_lock import run_lock
 
@@ -43,6 +44,8 @@ Episode = list[Row]
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file, none if it is missing; omits a truncated last line.
 
+    Columns have their current names, also in files of earlier versions.
+
     Raises
     ------
     DataError
@@ -65,7 +68,7 @@ def read_rows(path: Path) -> list[Row]:
                 f"line {number} of {path} is not a JSON object. Give a file written by an "
                 "evaluation or a run."
             )
-        rows.append(row)
+        rows.append(with_current_names(row))
     return rows
 
 

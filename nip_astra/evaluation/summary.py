@@ -22,7 +22,7 @@ from nip_astra.evaluation.clusters import (
     reference_to,
     tokens_of,
 )
-from nip_astra.evaluation.detectors import Quality, corrected_rates
+from nip_astra.evaluation.detectors import LabelDesign, Quality, corrected_rates
 from nip_astra.evaluation.failure_probability import (
     REFERENCE,
     ImportanceEstimate,
@@ -214,6 +214,11 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
             "the intervals rest on "
             f"{counted(figures['failure_rate']['num_clusters'], 'opening prompt')}; with "
             "fewer than 30 they are wide"
+        )
+    if any(quality["design"] == LabelDesign.UNKNOWN for quality in figures["detectors"].values()):
+        found.append(
+            "the labelled responses do not say how they were drawn, and count as a random sample; "
+            "give each its stratum and weight, or the corrected rates may be wrong"
         )
     importance = (figures["probability_of_failure"] or {}).get("importance_sampling")
     if importance is not None and importance["is_refused"]:

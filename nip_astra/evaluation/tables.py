@@ -170,7 +170,7 @@ def service_rows(services: Mapping[str, Any]) -> list[TableRow]:
         use = mapping(value)
         failures = mapping(use.get("failures"))
         cells = [
-            *(count(use.get(key)) for key in ("num_requests", "num_remembered", "num_refusals")),
+            *(count(use.get(key)) for key in ("num_requests", "num_cached", "num_refusals")),
             ", ".join(f"{count(n)} {reason}" for reason, n in failures.items()) or "0",
             *(count(use.get(key)) for key in ("prompt_tokens", "completion_tokens")),
             decimal(use.get("cost"), 4),

@@ -299,7 +299,15 @@ class TokenSampler(TokenModel):
         if any(request.grammar is not None for request in requests):
             # Raises before anything is generated.
             _ = self.grammars
-        sequences_by_request = [self._start_sequences(request) for request in requests]
+        cpu = torch.device("cpu")
+        end_ids = frozenset(self.end_ids)
+        sequences_by_request: list[list[RunningSequence]] = []
+        for request in requests:
+            sequences = [
+                RunningSequence(request, index, self.tokenizer, end_ids, device=cpu)
+                for index in range(request.num_samples)
+            ]
+            sequences_by_request.append(sequences)
         # One call of `generate` has one set of options.
         rows_by_options: dict[SamplingOptions, list[RunningSequence]] = {}
         for sequence in chain.from_iterable(sequences_by_request):
@@ -314,14 +322,6 @@ class TokenSampler(TokenModel):
             progress = [sequence.take_progress() for sequence in sequences]
             results.append([item for item in progress if item is not None])
         return results
-
-    def _start_sequences(self, request: GenerationRequest) -> list[RunningSequence]:
-        cpu = torch.device("cpu")
-        end_ids = frozenset(self.end_ids)
-        return [
-            RunningSequence(request, index, self.tokenizer, end_ids, device=cpu)
-            for index in range(request.num_samples)
-        ]
 
     @property
     def grammars(self) -> Grammars:

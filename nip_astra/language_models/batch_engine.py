@@ -155,18 +155,15 @@ class BatchEngine:
 
     def step(self) -> list[Progress]:
         """Draw a token of every row and prefill some prompt tokens; gives progress to report."""
-        self._drop_cancelled()
-        self._admit()
-        parts = self._choose_parts()
-        return self._forward(parts) if parts or self.rows else []
-
-    def _drop_cancelled(self) -> None:
         if any(request.is_cancelled for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
         self._prefilling = [
             prefill for prefill in self._prefilling if not prefill.request.is_cancelled
         ]
         self._keep_rows([not row.request.is_cancelled for row in self.rows])
+        self._admit()
+        parts = self._choose_parts()
+        return self._forward(parts) if parts or self.rows else []
 
     def fail(self, reason: str, *, also_waiting: bool = False) -> list[Progress]:
         """Abort all started requests, optionally also the waiting ones."""

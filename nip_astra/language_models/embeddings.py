@@ -78,27 +78,30 @@ class Embedder(ABC):
         """
         missing = [text for text in dict.fromkeys(texts) if text not in self._cache]
         computed = dict(zip(missing, self.compute(missing), strict=True))
-        rows = [computed[t] if t in computed else self._cache[t] for t in texts]
-        # Copies: a view would keep the whole batch in memory.
-        self._cache |= {text: row.clone() for text, row in computed.items()}
-        for text in list(self._cache)[: max(0, len(self._cache) - MAX_CACHED)]:
+        vectors = [computed[text] if text in computed else self._cache[text] for text in texts]
+        for text, vector in computed.items():
+            # Copies: a view would keep the whole batch in memory.
+            self._cache[text] = vector.clone()
+        num_excess = max(0, len(self._cache) - MAX_CACHED)
+        for text in list(self._cache)[:num_excess]:
             del self._cache[text]
-        return torch.stack(rows) if rows else torch.zeros(0, self.num_dimensions)
+        return torch.stack(vectors) if vectors else torch.zeros(0, self.num_dimensions)
 
     def compute(self, texts: Sequence[str]) -> Tensor:
-        """Compute the vectors, whose digits depend on this call's texts only, as a
-        resume requires.
+        """Compute the vectors, whose digits depend on this call's texts only.
+
+        A resumed run computes the same vectors, unlike with a cache.
         """
+        if not texts:
+            return torch.zeros(0, self.num_dimensions)
         # Texts of similar length share a batch, so that little padding is computed.
         distinct = sorted(set(texts), key=lambda text: (len(text), text))
-        parts = [
-            self._vectors(distinct[start : start + self._batch_size])
-            for start in range(0, len(distinct), self._batch_size)
-        ]
-        if not parts:
-            return torch.zeros(0, self.num_dimensions)
-        place = {text: number for number, text in enumerate(distinct)}
-        return torch.cat(parts)[[place[text] for text in texts]]
+        batches = []
+        for start in range(0, len(distinct), self._batch_size):
+            batches.append(self._vectors(distinct[start : start + self._batch_size]))
+        row_by_text = {text: row for row, text in enumerate(distinct)}
+        rows = [row_by_text[text] for text in texts]
+        return torch.cat(batches)[rows]
 
     @abstractmethod
     def _vectors(self, texts: Sequence[str]) -> Tensor:
@@ -117,16 +120,19 @@ class NgramEmbedder(Embedder):
     def _vectors(self, texts: Sequence[str]) -> Tensor:
         # Boundary marks distinguish letters at the ends of a text, and leave no text empty.
         marked = character_sequences([f"\x02\x02{normalise(text)}\x03" for text in texts])
-        counts = np.zeros((len(texts), NUM_NGRAM_DIMENSIONS))
+        counts_BX = np.zeros((len(texts), NUM_NGRAM_DIMENSIONS))
         for grams in ngrams(marked, CHARACTER_ORDERS):
-            column_G = (grams.keys_G >> np.uint64(33)) % np.uint64(NUM_NGRAM_DIMENSIONS)
+            # Different bits of a hash, so that sign and dimension are independent.
+            dimension_G = (grams.keys_G >> np.uint64(33)) % np.uint64(NUM_NGRAM_DIMENSIONS)
             sign_G = 1.0 - 2.0 * (grams.keys_G & np.uint64(1))
-            cell_G = grams.owner_G * NUM_NGRAM_DIMENSIONS + column_G.astype(np.int64)
-            counts += np.bincount(cell_G, sign_G, minlength=counts.size).reshape(counts.shape)
+            cell_G = grams.owner_G * NUM_NGRAM_DIMENSIONS + dimension_G.astype(np.int64)
+            signed_counts = np.bincount(cell_G, sign_G, minlength=counts_BX.size)
+            counts_BX += signed_counts.reshape(counts_BX.shape)
         # In a short text, opposite signs may cancel.
-        counts[~counts.any(axis=1), 0] = 1.0
-        units = counts / np.linalg.norm(counts, axis=1, keepdims=True)
-        return torch.from_numpy(units.astype(np.float32))
+        is_zero_B = ~counts_BX.any(axis=1)
+        counts_BX[is_zero_B, 0] = 1.0
+        units_BX = counts_BX / np.linalg.norm(counts_BX, axis=1, keepdims=True)
+        return torch.from_numpy(units_BX.astype(np.float32))
 
 
 class EncoderEmbedder(Embedder):
@@ -154,17 +160,16 @@ class EncoderEmbedder(Embedder):
 
     @torch.no_grad()
     def _vectors(self, texts: Sequence[str]) -> Tensor:
+        texts = [valid_text(text) if text.strip() else self._blank for text in texts]
         # Without `return_tensors`, by which tokenizers look at each number in Python.
-        rows = self._tokenizer(
-            [valid_text(text) if text.strip() else self._blank for text in texts],
-            padding=True,
-            truncation=True,
-            max_length=self._max_length,
+        encoding = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=self._max_length
         )
-        inputs = {name: torch.tensor(ids, device=self._device) for name, ids in rows.items()}
+        inputs = {name: torch.tensor(rows, device=self._device) for name, rows in encoding.items()}
         hidden_BTX = self._model(**inputs).last_hidden_state.float()
         mask_BT1 = inputs["attention_mask"].unsqueeze(2)
-        means_BX = (hidden_BTX * mask_BT1).sum(dim=1) / mask_BT1.sum(dim=1).clamp(min=1)
+        num_tokens_B1 = mask_BT1.sum(dim=1).clamp(min=1)
+        means_BX = (hidden_BTX * mask_BT1).sum(dim=1) / num_tokens_B1
         if not means_BX.isfinite().all():
             raise ModelLoadError(
                 f"the encoder {self._name!r} returned vectors that are not finite: its weights are "

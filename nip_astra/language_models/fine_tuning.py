@@ -96,11 +96,16 @@ class TrainingText(NamedTuple):
     @property
     def learned(self) -> list[int]:
         """Return the indices of the messages that are learned, in order."""
-        return [
-            index
-            for index, message in enumerate(self.messages)
-            if message["role"] == "assistant" and message.get("weight", 1) != 0
-        ]
+        indices = []
+        for index, message in enumerate(self.messages):
+            if message["role"] == "assistant" and message.get("weight", 1) != 0:
+                indices.append(index)
+        return indices
+
+    def teaching_last_message(self) -> TrainingText:
+        """Return the same conversation, of which only the last message may be learned."""
+        *before, last = self.messages
+        return self._replace(messages=(*map(without_weight, before), last))
 
 
 TrainingExample: TypeAlias = tuple[TrainingText, ...]
@@ -113,8 +118,8 @@ def preference_texts(
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> TrainingExample:
     """Return one conversation for each answer, of which only the answer is learned."""
-    unlearned = [without_weight(message) for message in before]
-    return tuple(TrainingText((*unlearned, answer), tuple(tools)) for answer in answers)
+    history = [without_weight(message) for message in before]
+    return tuple(TrainingText((*history, answer), tuple(tools)) for answer in answers)
 
 
 class TokenRow(NamedTuple):
@@ -157,16 +162,16 @@ class FineTuningPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FineTuningPlan:
         """Restore a stored plan; one of an older version gets the values that it trained with."""
-        older: dict[str, Any] = {
+        is_full = values.get("lora_rank") is None and values.get("start_from") is None
+        implied: dict[str, Any] = {
             "nll_weight": 0.0,
             "freeze_embeddings": False,
             "lr_schedule": "linear",
             "truncate_prompts": False,
             "last_message_only": True,
+            "trained_weights": "all" if is_full else "adapter",
         }
-        is_full = values.get("lora_rank") is None and values.get("start_from") is None
-        older["trained_weights"] = "all" if is_full else "adapter"
-        return cls(**(older | dict(values)))
+        return cls(**(implied | dict(values)))
 
     @property
     def trains_adapter(self) -> bool:
@@ -188,6 +193,23 @@ class StepReport(NamedTuple):
     """The epoch that ends with the step, from 1."""
 
 
+class _LearnedLogprobs(NamedTuple):
+    """Log-probabilities of the tokens of rows."""
+
+    logprobs_BT: Tensor
+    """float32, nats, 0 on padding; gradients flow."""
+    is_learned_BT: Tensor
+    """bool; False on padding."""
+
+
+class _PairScores(NamedTuple):
+    """Scores of pairs of answers."""
+
+    logratios_B: Tensor
+    """log p(preferred) - log p(rejected), summed over learned tokens, nats; gradients flow."""
+    preferred: _LearnedLogprobs
+
+
 class FineTuning:
     """A model in training.
 
@@ -205,14 +227,15 @@ class FineTuning:
     ) -> None:
         self.plan = plan
         self.device = torch.device(plan.device)
-        self.model = model or _load_model(plan, self.device)
+        self.model = model or _load_planned_model(plan, self.device)
+        module = self.model.module
         if plan.freeze_embeddings and not plan.trains_adapter:
-            module = self.model.module
-            for layer in (module.get_input_embeddings(), module.get_output_embeddings()):
-                if layer is not None:
-                    layer.requires_grad_(False)
+            for embedding in (module.get_input_embeddings(), module.get_output_embeddings()):
+                if embedding is not None:
+                    embedding.requires_grad_(False)
         self.rows = self._encode(examples)
-        self.weights = [one for one in self.model.module.parameters() if one.requires_grad]
+        """The rows of each example."""
+        self.weights = [weight for weight in module.parameters() if weight.requires_grad]
         self.lr = LEARNING_RATES[plan.method, plan.trains_adapter] * plan.lr_multiplier
         self.optimizer = build_adamw([{"params": self.weights}], lr=self.lr)
         self.service = LocalTrainingService(self.model, self.optimizer, learned=self.weights)
@@ -220,17 +243,18 @@ class FineTuning:
         self.num_steps = self.steps_per_epoch * plan.num_epochs
         self.step = 0
         self._saved_at = -LARGE_PERIOD
-        # Before the first step; later the reference no longer exists.
         self.reference: list[float] = []
+        """Of each pair, log p(preferred) - log p(rejected) under the starting model."""
         if plan.method == "dpo":
+            # Before the first step; later the starting model no longer exists.
             with torch.no_grad():
                 for start in range(0, len(self.rows), plan.batch_size):
                     pairs = self.rows[start : start + plan.batch_size]
-                    self.reference += self._preferences(pairs)[0].tolist()
+                    self.reference += self._score_pairs(pairs).logratios_B.tolist()
 
     def _encode(self, examples: Sequence[TrainingExample]) -> list[list[TokenRow]]:
         if self.plan.last_message_only:
-            examples = [tuple(map(_with_last_message_only, example)) for example in examples]
+            examples = [tuple(text.teaching_last_message() for text in texts) for texts in examples]
         return token_rows(
             self.model.tokenizer,
             examples,
@@ -242,30 +266,32 @@ class FineTuning:
     @property
     def num_tokens_trained(self) -> int:
         """Number of learned tokens over all steps so far."""
-        per_epoch = sum(sum(row.is_learned) for rows in self.rows for row in rows)
-        return round(per_epoch * self.step / self.steps_per_epoch)
+        tokens_per_epoch = sum(sum(row.is_learned) for rows in self.rows for row in rows)
+        return round(tokens_per_epoch * self.step / self.steps_per_epoch)
 
     def run(self) -> Iterator[StepReport]:
         """Take the remaining steps, one at a time."""
+        batch_size = self.plan.batch_size
         while self.step < self.num_steps:
-            epoch, place = divmod(self.step, self.steps_per_epoch)
+            epoch, step_in_epoch = divmod(self.step, self.steps_per_epoch)
+            # From the plan and the epoch alone, so that a job that continues has the same order.
             generator = derived_generator(self.plan.seed, "order", epoch)
             order = torch.randperm(len(self.rows), generator=generator).tolist()
-            size = self.plan.batch_size
-            chosen = order[place * size : (place + 1) * size]
-            metrics = self._take_step(chosen)
+            start = step_in_epoch * batch_size
+            metrics = self._take_step(order[start : start + batch_size])
             self.step += 1
-            is_last = place + 1 == self.steps_per_epoch
+            is_last = step_in_epoch + 1 == self.steps_per_epoch
             yield StepReport(self.step, metrics, epoch + 1 if is_last else None)
 
-    def _take_step(self, chosen: Sequence[int]) -> dict[str, float]:
-        batch = TensorDict({"index": torch.tensor(chosen)}, batch_size=[len(chosen)])
+    def _take_step(self, examples: Sequence[int]) -> dict[str, float]:
+        batch = TensorDict({"index": torch.tensor(examples)}, batch_size=[len(examples)])
         metrics = self.service.forward_backward([batch], self._loss)
         lr = self.lr * LR_SCHEDULES[self.plan.lr_schedule](self.step / self.num_steps)
-        if (
-            not math.isfinite(metrics["loss"])
-            or not self.service.optim_step(lr=lr, max_grad_norm=MAX_GRAD_NORM).was_taken
-        ):
+        is_finite = math.isfinite(metrics["loss"])
+        if is_finite:
+            # Not taken if the norm of the gradient is not finite.
+            is_finite = self.service.optim_step(lr=lr, max_grad_norm=MAX_GRAD_NORM).was_taken
+        if not is_finite:
             raise NonFiniteLossError(
                 f"the loss or gradient of step {self.step + 1} is not finite. Lower the "
                 "learning-rate multiplier of the job."
@@ -273,37 +299,46 @@ class FineTuning:
         return metrics
 
     def _loss(self, batch: TensorDict) -> LossOutput:
-        chosen = batch["index"].tolist()
+        indices = batch["index"].tolist()
+        examples = [self.rows[index] for index in indices]
         if self.plan.method == "supervised":
-            return nll_loss(*self._logprobs([row for index in chosen for row in self.rows[index]]))
-        logratios_B, preferred = self._preferences([self.rows[index] for index in chosen])
-        reference_B = torch.tensor([self.reference[index] for index in chosen])
+            scores = self._score([row for rows in examples for row in rows])
+            return nll_loss(scores.logprobs_BT, scores.is_learned_BT)
+        pairs = self._score_pairs(examples)
+        reference_B = torch.tensor([self.reference[index] for index in indices])
         loss, metrics = preference_loss(
-            logratios_B, reference_B.to(logratios_B), kind="sigmoid", beta=self.plan.beta
+            pairs.logratios_B,
+            reference_B.to(pairs.logratios_B),
+            kind="sigmoid",
+            beta=self.plan.beta,
         )
         if self.plan.nll_weight:
-            nll = nll_loss(*preferred)
-            loss, metrics = loss + self.plan.nll_weight * nll.loss, metrics | nll.metrics
+            nll = nll_loss(pairs.preferred.logprobs_BT, pairs.preferred.is_learned_BT)
+            loss = loss + self.plan.nll_weight * nll.loss
+            metrics = metrics | nll.metrics
         return LossOutput(loss, metrics)
 
-    def _logprobs(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of the tokens, and which of them are learned, `[B, T]`."""
-        context = pad_left([row.context for row in rows], self.device)
+    def _score(self, rows: Sequence[TokenRow]) -> _LearnedLogprobs:
+        """Return the log-probabilities of the tokens, and which of them are learned."""
+        context_BC, context_mask_BC = pad_left([row.context for row in rows], self.device)
         ids_BT, mask_BT = pad_right([row.ids for row in rows], self.device)
+        is_learned = [is_learned for row in rows for is_learned in row.is_learned]
         is_learned_BT = torch.zeros_like(mask_BT)
-        is_learned_BT[mask_BT] = torch.tensor(
-            [is_learned for row in rows for is_learned in row.is_learned], device=self.device
-        )
-        return self.model.logprobs(*context, ids_BT, mask_BT), is_learned_BT
+        is_learned_BT[mask_BT] = torch.tensor(is_learned, device=self.device)
+        logprobs_BT = self.model.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
+        return _LearnedLogprobs(logprobs_BT, is_learned_BT)
 
-    def _preferences(
-        self, pairs: Sequence[Sequence[TokenRow]]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return log p(preferred) - log p(rejected), `[B]` nats, and the preferred tokens' own."""
-        rows = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
-        logprobs_BT, mask_BT = self._logprobs(rows)
-        preferred_B, rejected_B = masked_sum(logprobs_BT, mask_BT, dim=1).chunk(2)
-        return preferred_B - rejected_B, (logprobs_BT[: len(pairs)], mask_BT[: len(pairs)])
+    def _score_pairs(self, pairs: Sequence[Sequence[TokenRow]]) -> _PairScores:
+        """Return log p(preferred) - log p(rejected), and the preferred tokens' own."""
+        rows = [preferred for preferred, _ in pairs] + [rejected for _, rejected in pairs]
+        scores = self._score(rows)
+        sums_B = masked_sum(scores.logprobs_BT, scores.is_learned_BT, dim=1)
+        preferred_B, rejected_B = sums_B.chunk(2)
+        num_pairs = len(pairs)
+        preferred = _LearnedLogprobs(
+            scores.logprobs_BT[:num_pairs], scores.is_learned_BT[:num_pairs]
+        )
+        return _PairScores(preferred_B - rejected_B, preferred)
 
     @torch.no_grad()
     def evaluate(self, examples: Sequence[TrainingExample]) -> float:
@@ -312,13 +347,13 @@ class FineTuning:
         Of a pair only the preferred answer counts.
         """
         first_texts = [example[:1] for example in examples]
-        rows = [row for rows in self._encode(first_texts) for row in rows]
-        total = count = 0.0
+        rows = [row for example_rows in self._encode(first_texts) for row in example_rows]
+        total_nll = num_tokens = 0.0
         for start in range(0, len(rows), self.plan.batch_size):
-            logprobs_BT, is_learned_BT = self._logprobs(rows[start : start + self.plan.batch_size])
-            total -= float(masked_sum(logprobs_BT, is_learned_BT))
-            count += int(is_learned_BT.sum())
-        return total / count
+            scores = self._score(rows[start : start + self.plan.batch_size])
+            total_nll -= float(masked_sum(scores.logprobs_BT, scores.is_learned_BT))
+            num_tokens += int(scores.is_learned_BT.sum())
+        return total_nll / num_tokens
 
     # ---- files
 
@@ -330,10 +365,12 @@ class FineTuning:
 
     def state(self) -> dict[str, Tensor]:
         """Return weights, optimizer, step and reference, to continue in another process."""
-        state = {f"weight.{index}": one.detach() for index, one in enumerate(self.weights)}
-        for index, one in enumerate(self.weights):
-            for name, value in self.optimizer.state.get(one, {}).items():
-                state[f"optimizer.{index}.{name}"] = value
+        state: dict[str, Tensor] = {}
+        for index, weight in enumerate(self.weights):
+            state[f"weight.{index}"] = weight.detach()
+            # Empty before the first step.
+            for name, tensor in self.optimizer.state.get(weight, {}).items():
+                state[f"optimizer.{index}.{name}"] = tensor
         state["step"] = torch.tensor(self.step)
         state["reference"] = torch.tensor(self.reference, dtype=torch.float64)
         return state
@@ -341,28 +378,29 @@ class FineTuning:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from `state` of another process."""
-        for index, one in enumerate(self.weights):
-            one.copy_(state[f"weight.{index}"])
+        for index, weight in enumerate(self.weights):
+            weight.copy_(state[f"weight.{index}"])
             prefix = f"optimizer.{index}."
-            kept = {
-                name.removeprefix(prefix): value.clone()
-                for name, value in state.items()
-                if name.startswith(prefix)
-            }
-            if kept:
-                self.optimizer.state[one] = kept
+            optimizer_state = {}
+            for name, tensor in state.items():
+                if name.startswith(prefix):
+                    optimizer_state[name.removeprefix(prefix)] = tensor.clone()
+            if optimizer_state:
+                self.optimizer.state[weight] = optimizer_state
         self.step = int(state["step"])
         self.reference = state["reference"].tolist()
 
     def save_progress(self, folder: Path, report: StepReport, *, is_needed: bool = False) -> None:
         """Save the state and the report of its step, if the last one was saved long enough ago."""
-        waited = time.monotonic() - self._saved_at
-        if not is_needed and waited < SMALL_PERIOD:
+        elapsed = time.monotonic() - self._saved_at
+        if not is_needed and elapsed < SMALL_PERIOD:
             return
-        state = {name: value.contiguous() for name, value in self.state().items()}
-        is_small = sum(value.nbytes for value in state.values()) <= LARGE_STATE
-        if is_small or is_needed or waited >= LARGE_PERIOD:
+        state = {name: tensor.contiguous() for name, tensor in self.state().items()}
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
+        is_small = num_bytes <= LARGE_STATE
+        if is_small or is_needed or elapsed >= LARGE_PERIOD:
             about = {"metrics": report.metrics, "epoch": report.ends_epoch}
+            # Renamed when complete: a kill leaves the last state as it was.
             unfinished = folder / f"{STATE}.new"
             save_file(state, unfinished, metadata={"about": json.dumps(about)})
             unfinished.replace(folder / STATE)
@@ -376,7 +414,8 @@ class FineTuning:
         try:
             with safe_open(path, "pt") as file:
                 about = json.loads(file.metadata()["about"])
-                self.load_state({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            self.load_state(state)
         except (
             SafetensorError,
             OSError,
@@ -391,16 +430,11 @@ class FineTuning:
         return StepReport(self.step, about["metrics"], about["epoch"])
 
 
-def _with_last_message_only(text: TrainingText) -> TrainingText:
-    *before, last = text.messages
-    return text._replace(messages=(*map(without_weight, before), last))
-
-
 class RenderedTurn(NamedTuple):
     """A learned message and the text before it, as the chat template renders them."""
 
     before: str
-    """The conversation up to the place where the model's message begins."""
+    """The conversation up to the beginning of the model's message."""
     written: str
     """The rest of the conversation up to and including the message. It is empty where the template
     opens a message in another way than it renders one."""
@@ -432,10 +466,13 @@ def token_rows(
     ContextLengthError
         When an example exceeds the window.
     """
+    # Examples often repeat texts, of which each is rendered once.
     rendered: dict[str, list[RenderedTurn]] = {}
-    keys = [[json.dumps(text, default=dict) for text in example] for example in examples]
-    for number, (example_keys, example) in enumerate(zip(keys, examples, strict=True), 1):
-        for key, text in zip(example_keys, example, strict=True):
+    keys_by_example: list[list[str]] = []
+    for number, example in enumerate(examples, 1):
+        keys = [json.dumps(text, default=dict) for text in example]
+        keys_by_example.append(keys)
+        for key, text in zip(keys, example, strict=True):
             if key in rendered:
                 continue
             try:
@@ -443,30 +480,35 @@ def token_rows(
             except ModelLoadError as error:
                 raise ConfigurationError(f"example {number} cannot be used: {error}") from error
     encoded = _encode_parts(tokenizer, rendered.values())
-    rows_of_examples = []
-    for number, example_keys in enumerate(keys, 1):
+    rows_by_example = []
+    for number, keys in enumerate(keys_by_example, 1):
         rows: list[TokenRow] = []
-        for key in example_keys:
-            rows_of_text = _join_turns(encoded, end_ids, rendered[key])
-            if truncate_prompts and any(len(row.ids) >= window for row in rows_of_text):
+        for key in keys:
+            text_rows = _join_turns(encoded, end_ids, rendered[key])
+            if truncate_prompts and any(len(row.ids) >= window for row in text_rows):
                 # Apart, the learned messages may fit with a part of what precedes each.
-                rows_of_text = [_encode_turn(encoded, end_ids, turn) for turn in rendered[key]]
-            rows += rows_of_text
+                text_rows = [_encode_turn(encoded, end_ids, turn) for turn in rendered[key]]
+            rows += text_rows
         longest = max(len(row.ids) for row in rows)
         if truncate_prompts and longest < window:
-            rows = [row._replace(context=row.context[longest - window :]) for row in rows]
+            # All rows keep as much, so that the answers of a pair have the same prompt.
+            max_context = window - longest
+            rows = [row._replace(context=row.context[-max_context:]) for row in rows]
         num_tokens = max(len(row.context) + len(row.ids) for row in rows)
         if num_tokens > window:
             raise ContextLengthError(
                 f"example {number} has {num_tokens} tokens, but the model's window holds {window}. "
                 "Shorten it, or leave it out."
             )
-        rows_of_examples.append(rows)
-    return rows_of_examples
+        rows_by_example.append(rows)
+    return rows_by_example
 
 
 def _render_learned_turns(tokenizer: Any, text: TrainingText) -> list[RenderedTurn]:
-    messages = [_without_key(message, "weight") for message in text.messages]
+    messages = []
+    for message in text.messages:
+        # Templates do not know the key of weights.
+        messages.append({key: value for key, value in message.items() if key != "weight"})
     uses_tools = text.tools or any(message.get("tool_calls") for message in messages)
     if uses_tools and not detect_format(tokenizer).shows_tools:
         raise ModelLoadError(
@@ -487,23 +529,23 @@ def _render_learned_turns(tokenizer: Any, text: TrainingText) -> list[RenderedTu
     return turns
 
 
-def _without_key(message: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name != key}
-
-
 def _encode_parts(
     tokenizer: Any, rendered: Iterable[Sequence[RenderedTurn]]
 ) -> Mapping[str, tuple[int, ...]]:
     """Return the tokens of all texts of which rows consist."""
-    parts: dict[str, None] = {}
+    # A dictionary as a set that keeps its order.
+    texts: dict[str, None] = {}
     for turns in rendered:
         for turn in turns:
-            parts |= dict.fromkeys(turn)
+            texts |= dict.fromkeys(turn)
         for previous, turn in pairwise(turns):
-            parts |= dict.fromkeys([_text_between(previous, turn) or ""])
+            text_between = _text_between(previous, turn)
+            texts |= dict.fromkeys([text_between or ""])
+    if not texts:
+        return {}
     # All at once: a tokenizer takes much longer for as many calls.
-    ids = tokenizer([*parts], add_special_tokens=False)["input_ids"] if parts else []
-    return dict(zip(parts, map(tuple, ids), strict=True))
+    ids = tokenizer([*texts], add_special_tokens=False)["input_ids"]
+    return dict(zip(texts, map(tuple, ids), strict=True))
 
 
 def _text_between(previous: RenderedTurn, turn: RenderedTurn) -> str | None:
@@ -520,11 +562,16 @@ def _encode_turn(
     encoded: Mapping[str, tuple[int, ...]], end_ids: Sequence[int], turn: RenderedTurn
 ) -> TokenRow:
     """Return a row with one learned message."""
-    ids = encoded[turn.written]
-    ends = [index for index, token in enumerate(ids) if token in end_ids]
-    # Some templates end turns by text, or open answers in another way than they render them.
-    ids = ids[: ends[0] + 1] if ends else (*encoded[turn.answer], *end_ids[:1])
-    return TokenRow(encoded[turn.before], ids, (True,) * len(ids))
+    context = encoded[turn.before]
+    written = encoded[turn.written]
+    for position, token in enumerate(written):
+        if token in end_ids:
+            ids = written[: position + 1]
+            break
+    else:
+        # Some templates end turns by text, or open answers in another way than they render them.
+        ids = (*encoded[turn.answer], *end_ids[:1])
+    return TokenRow(context, ids, (True,) * len(ids))
 
 
 def _join_turns(
@@ -536,25 +583,27 @@ def _join_turns(
     rows: list[TokenRow] = []
     previous: RenderedTurn | None = None
     for turn in turns:
-        row = _encode_turn(encoded, end_ids, turn)
-        between = None if previous is None else _text_between(previous, turn)
-        if previous is None or between is None:
-            rows.append(row)
+        turn_row = _encode_turn(encoded, end_ids, turn)
+        text_between = None if previous is None else _text_between(previous, turn)
+        if previous is None or text_between is None:
+            rows.append(turn_row)
         else:
             # What the template writes after the end token is read, not generated.
             num_learned = len(_encode_turn(encoded, end_ids, previous).ids)
-            read = (*encoded[previous.written][num_learned:], *encoded[between])
-            context, ids, is_learned = rows[-1]
+            read_ids = (*encoded[previous.written][num_learned:], *encoded[text_between])
+            last_row = rows[-1]
+            is_read = (False,) * len(read_ids)
             rows[-1] = TokenRow(
-                context,
-                (*ids, *read, *row.ids),
-                (*is_learned, *(False,) * len(read), *row.is_learned),
+                last_row.context,
+                (*last_row.ids, *read_ids, *turn_row.ids),
+                (*last_row.is_learned, *is_read, *turn_row.is_learned),
             )
         previous = turn
     return rows
 
 
-def _load_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLanguageModel:
+def _load_planned_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLanguageModel:
+    """Load the model of a plan, with the adapter to train, in float32."""
     module = load_causal_lm(*resolve_model(plan.source, None)).to(device)
     if plan.start_from is not None:
         module = load_adapter(module, Path(plan.start_from))
@@ -605,30 +654,27 @@ class LocalFineTuningService(FineTuningService):
         device: torch.device | str = "cpu",
         num_threads: int | None = None,
     ) -> None:
-        self.directory, self.parameters = directory, parameters
+        self.directory = directory
+        self.parameters = parameters
         self.num_threads = num_threads
-        self.scenario_dir, self.device = scenario_dir, torch.device(device)
+        self.scenario_dir = scenario_dir
+        self.device = torch.device(device)
+        # One job at a time: two would share the processor and exceed the memory.
         self._lock = asyncio.Lock()
 
     async def submit(
         self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
+        # The same key leads to the same job, also in a run that is resumed.
         job_id = f"job-{sha256(key.encode()).hexdigest()[:16]}"
         folder = self.directory / job_id
         if not (folder / JOB).exists():
             if not examples:
                 raise ServiceError(f"a job for {model!r} has no examples. Give at least one.")
-            lines = "".join(json.dumps(example._asdict()) + "\n" for example in examples)
-            self._lora_of_job(options.trained_weights)
-            job = {"model": model, "key": key, "options": asdict(options)}
-            content = job | {"digest": _digest(job, lines), "format": JOB_FORMAT}
-            unfinished = folder.with_name(f".new-{folder.name}")
-            with _raising_run_directory_error(folder):
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-                (unfinished / EXAMPLES).write_text(lines, encoding="utf-8")
-                (unfinished / JOB).write_text(json.dumps(content, indent=2), encoding="utf-8")
-                unfinished.rename(folder)
+            # Raises for options that contradict the model's parameters.
+            self._choose_lora(options.trained_weights)
+            lines = [json.dumps(example._asdict()) + "\n" for example in examples]
+            _write_job(folder, model, "".join(lines), options, key)
         return self._state(folder)
 
     async def job(self, job_id: str) -> FineTuningJob:
@@ -643,10 +689,11 @@ class LocalFineTuningService(FineTuningService):
         """Whether the model's parameters name an adapter."""
         return getattr(self.parameters, "lora", None) is not None
 
-    def _lora_of_job(self, trained_weights: TrainedWeights | None) -> LoraParameters | None:
+    def _choose_lora(self, trained_weights: TrainedWeights | None) -> LoraParameters | None:
         """Return the adapter that a job trains: the model's own, if it has one."""
         lora: LoraParameters | None = getattr(self.parameters, "lora", None)
-        if (trained_weights or DEFAULTS["trained_weights"]) == "adapter":
+        trained_weights = trained_weights or DEFAULTS["trained_weights"]
+        if trained_weights == "adapter":
             return lora or LoraParameters()
         if lora is not None:
             raise ConfigurationError(
@@ -655,8 +702,8 @@ class LocalFineTuningService(FineTuningService):
             )
         return None
 
-    def take_up(self, model: str) -> str:
-        path = Path(self.place_of(model))
+    def resolve_model(self, model: str) -> str:
+        path = Path(self.find_model_path(model))
         if not path.is_absolute():
             return model
         fault = "" if path.is_dir() else "there is no such folder"
@@ -668,20 +715,23 @@ class LocalFineTuningService(FineTuningService):
                 f"the trained model {path} cannot be used: {fault}. Restore its files, or start a "
                 "new run."
             )
-        return self._name_of(path.parent) if path.parent.parent == self.directory else model
+        return self._model_name(path.parent) if path.parent.parent == self.directory else model
 
-    def place_of(self, model: str) -> str:
+    def find_model_path(self, model: str) -> str:
         """Return the path of a model trained by a job of this service, any other name unchanged.
 
         A path from before the run was moved or copied leads to the model in its current folder.
         """
         path = Path(model)
+        # A model's path ends in DIRECTORY/JOB/model.
         if path.parts[-3::2] != (self.directory.name, MODEL):
             return model
-        own = self.directory / path.parts[-2] / MODEL
-        return str(own) if own.exists() or not path.is_absolute() else model
+        current_path = self.directory / path.parts[-2] / MODEL
+        if current_path.exists() or not path.is_absolute():
+            return str(current_path)
+        return model
 
-    def _name_of(self, folder: Path) -> str:
+    def _model_name(self, folder: Path) -> str:
         return f"{self.directory.name}/{folder.name}/{MODEL}"
 
     def _state(self, folder: Path) -> FineTuningJob:
@@ -692,7 +742,7 @@ class LocalFineTuningService(FineTuningService):
             error = (folder / ERROR).read_text(encoding="utf-8")
             return FineTuningJob(folder.name, JobStatus.FAILED, error=error)
         if (folder / MODEL).is_dir():
-            return FineTuningJob(folder.name, JobStatus.SUCCEEDED, model=self._name_of(folder))
+            return FineTuningJob(folder.name, JobStatus.SUCCEEDED, model=self._model_name(folder))
         return FineTuningJob(folder.name, JobStatus.QUEUED)
 
     def _run(self, folder: Path) -> None:
@@ -714,12 +764,14 @@ class LocalFineTuningService(FineTuningService):
 
     def _train(self, folder: Path) -> HuggingFaceLanguageModel:
         job, examples = _read_job(folder)
-        parameters = self.parameters.model_copy(update={"model": self.place_of(job["model"])})
-        is_older = "format" not in job
+        parameters = self.parameters.model_copy(
+            update={"model": self.find_model_path(job["model"])}
+        )
         options = FineTuningOptions(**job["options"]).resolved()
+        is_older = "format" not in job
         if is_older and getattr(parameters, "lora", None) is None:
             options["trained_weights"] = "all"
-        lora = self._lora_of_job(options["trained_weights"])
+        lora = self._choose_lora(options["trained_weights"])
         if lora is not None:
             parameters = parameters.model_copy(update={"lora": lora})
         plan = FineTuningPlan(
@@ -735,6 +787,7 @@ class LocalFineTuningService(FineTuningService):
         model = self._load(parameters, plan.seed)
         with threads_for(model.num_parameters(), self.num_threads):
             tuning = FineTuning(plan, examples, model)
+            # The last step's report, if all steps were taken before a kill.
             report = tuning.load_progress(folder)
             for report in tuning.run():
                 with _raising_run_directory_error(folder):
@@ -757,6 +810,21 @@ class LocalFineTuningService(FineTuningService):
                 "a service that trains."
             )
         return model
+
+
+def _write_job(
+    folder: Path, model: str, examples: str, options: FineTuningOptions, key: str
+) -> None:
+    """Write the folder of a new job; it appears when it is complete."""
+    job = {"model": model, "key": key, "options": asdict(options)}
+    content = job | {"digest": _digest(job, examples), "format": JOB_FORMAT}
+    unfinished = folder.with_name(f".new-{folder.name}")
+    with _raising_run_directory_error(folder):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        (unfinished / EXAMPLES).write_text(examples, encoding="utf-8")
+        (unfinished / JOB).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        unfinished.rename(folder)
 
 
 @contextmanager
@@ -782,15 +850,15 @@ def _digest(job: Mapping[str, Any], examples: str) -> str:
 
 def _read_job(folder: Path) -> tuple[dict[str, Any], list[TrainingExample]]:
     """Read the job and its examples."""
-    examples: list[TrainingExample] = []
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         text = (folder / EXAMPLES).read_text(encoding="utf-8")
+        digest = job.get("digest", "")
         # An older version wrote no digest.
-        is_whole = job.get("digest", "") in ("", _digest(job, text))
-        for line in text.split("\n"):
-            if line:
-                examples.append(_read_example(json.loads(line)))
+        is_whole = digest == "" or digest == _digest(job, text)
+        # Not `splitlines`, which also splits at characters that JSON leaves in texts.
+        lines = [line for line in text.split("\n") if line]
+        examples = [_read_example(json.loads(line)) for line in lines]
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}. Restore its files.") from error
     if not is_whole:
@@ -802,5 +870,6 @@ def _read_example(stored: Mapping[str, Any]) -> TrainingExample:
     messages, tools = stored["messages"], stored.get("tools", ())
     if "preferred" not in stored:
         return (TrainingText(tuple(messages), tuple(tools)),)
-    answers = [{"role": "assistant", "content": stored[name]} for name in ("preferred", "rejected")]
-    return preference_texts(messages, answers, tools)
+    preferred = {"role": "assistant", "content": stored["preferred"]}
+    rejected = {"role": "assistant", "content": stored["rejected"]}
+    return preference_texts(messages, [preferred, rejected], tools)

@@ -103,7 +103,7 @@ class HuggingFaceLanguageModel(LanguageModel):
 
         model: str
         """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. A peft
-        adapter folder is merge_adapter into its base's weights."""
+        adapter folder is merged into its base's weights."""
         base_model: str | None = None
         """The model before training: source of the tokenizer if `model` has none, and of the
         weights under an adapter; null for the one that the adapter names."""
@@ -425,9 +425,12 @@ class HuggingFaceLanguageModel(LanguageModel):
     ) -> TokenScores:
         rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
         if not mask_BT.any() and self._reader is None:
-            return self._empty_scores(
-                ids_BT.shape, needs_entropy=needs_entropy, needs_hidden=needs_hidden
-            )
+            # Nothing is forwarded.
+            zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
+            hidden_BTX = None
+            if needs_hidden:
+                hidden_BTX = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size)
+            return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden_BTX)
         transform = None
         if distribution is not None:
             transform = self.token_sampler.transform(distribution, mask_BT)
@@ -461,14 +464,6 @@ class HuggingFaceLanguageModel(LanguageModel):
                     )
         self.token_count.add(spent)
         return scores
-
-    def _empty_scores(
-        self, shape_BT: torch.Size, *, needs_entropy: bool, needs_hidden: bool
-    ) -> TokenScores:
-        """Return scores of rows without a token to score, for which nothing is forwarded."""
-        zeros_BT = torch.zeros(shape_BT, device=self.device)
-        hidden_BTX = zeros_BT.new_zeros(*shape_BT, self.hidden_size) if needs_hidden else None
-        return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden_BTX)
 
     def recompute_layers(self) -> None:
         """Recompute activations of layers in the backward pass, to save memory."""

@@ -127,6 +127,10 @@ class Channels:
     read_call: Callable[[str, str], list[ReadCall]]
     """From the name in the header and the content, the calls of a part."""
 
+    def are_in(self, template: str) -> bool:
+        """Return whether a chat template has these channels."""
+        return all(mark in template for mark in self.marks)
+
 
 def _read_harmony_header(header: str) -> Header:
     # A call may be made in any channel, also in the one of the reasoning.
@@ -717,7 +721,7 @@ def detect_format(tokenizer: Any, *, thought: ThoughtMarkers | None = None) -> M
             special_ids[token.content] = token_id
     channels = None
     if thought is None:
-        channels = _find_channels(template)
+        channels = next((family for family in CHANNELS if family.are_in(template)), None)
         if channels is None:
             thought = _find_thought(template, tokenizer)
     name = getattr(tokenizer, "name_or_path", "") or "the model"
@@ -732,13 +736,6 @@ def detect_format(tokenizer: Any, *, thought: ThoughtMarkers | None = None) -> M
     opens_thought = message_format.begins_in_thought(prompt)
     message_format = replace(message_format, opens_thought=opens_thought)
     return _detect_calls(message_format, tokenizer, special_ids)
-
-
-def _find_channels(template: str) -> Channels | None:
-    for channels in CHANNELS:
-        if all(mark in template for mark in channels.marks):
-            return channels
-    return None
 
 
 def format_with_markers(tokenizer: Any, markers: Sequence[str] | None) -> MessageFormat:

@@ -54,11 +54,14 @@ class RemoteLanguageModel(LanguageModel):
         end_ids: tuple[int, ...],
         lora: LoraParameters | None,
     ) -> None:
-        self.tokenizer, self.source, self.lora = tokenizer, source, lora
-        self.context_window, self.end_ids = context_window, end_ids
+        self.tokenizer = tokenizer
+        self.source = source
+        self.lora = lora
+        self.context_window = context_window
+        self.end_ids = end_ids
         self.token_count = TokenCount()
         # Optimizers require a parameter.
-        self._nothing = torch.nn.Parameter(torch.zeros(0))
+        self._placeholder = torch.nn.Parameter(torch.zeros(0))
 
     @classmethod
     def load(
@@ -67,16 +70,17 @@ class RemoteLanguageModel(LanguageModel):
         from transformers import GenerationConfig
 
         tokenizer = find_tokenizer(parameters.model, None, scenario_dir)
-        place = str(resolve_reference(parameters.model, scenario_dir))
-        window = parameters.context_window or _window_of(place)
+        folder_or_id = str(resolve_reference(parameters.model, scenario_dir))
+        context_window = parameters.context_window or _read_context_window(folder_or_id)
         try:
-            generation_config = GenerationConfig.from_pretrained(place)
+            generation_config = GenerationConfig.from_pretrained(folder_or_id)
         except (OSError, ValueError):
+            # Optional: the tokenizer names the end of a turn, too.
             generation_config = None
         return cls(
             tokenizer,
             source=parameters.model,
-            context_window=window,
+            context_window=context_window,
             end_ids=find_end_ids(generation_config, tokenizer),
             lora=parameters.lora,
         )
@@ -85,7 +89,7 @@ class RemoteLanguageModel(LanguageModel):
         return 0
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        yield self._nothing
+        yield self._placeholder
 
     def frozen_reference(self) -> RemoteLanguageModel:
         return copy.copy(self)
@@ -123,13 +127,14 @@ class RemoteLanguageModel(LanguageModel):
         )
 
 
-def _window_of(place: str) -> int:
+def _read_context_window(folder_or_id: str) -> int:
     from transformers import AutoConfig
 
     try:
-        return int(AutoConfig.from_pretrained(place).get_text_config().max_position_embeddings)
+        config = AutoConfig.from_pretrained(folder_or_id).get_text_config()
+        return int(config.max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelLoadError(
-            f"{place!r} has no config.json with the model's window. Set "
+            f"{folder_or_id!r} has no config.json with the model's window. Set "
             "language_model.context_window to that of the service's model."
         ) from error

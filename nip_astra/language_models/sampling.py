@@ -173,20 +173,25 @@ def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(end_ids))
 
 
+def find_special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that a text omits."""
+    special_ids = set(tokenizer.all_special_ids)
+    # Special tokens without a role, such as marks of turns, are only here.
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special_ids.add(token_id)
+    return frozenset(special_ids)
+
+
 def find_banned_ids(tokenizer: Any, kept_ids: Collection[int], vocab_size: int) -> list[int]:
     """Return tokens that may not be drawn: special ones, and vocabulary rows without a token.
 
     A model that generated a role marker could forge a turn. `kept_ids` stay allowed: ends, and the
     marks of reasoning and calls (`MessageFormat.shown_ids`).
     """
-    banned = set(tokenizer.all_special_ids)
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        if token.special:
-            banned.add(token_id)
     # Embedding matrices are often padded to a multiple of 64 or 128 rows.
-    ids_with_token = set(tokenizer.get_vocab().values())
-    banned.update(set(range(vocab_size)) - ids_with_token)
-    banned -= set(kept_ids)
+    ids_without_token = set(range(vocab_size)) - set(tokenizer.get_vocab().values())
+    banned = (find_special_ids(tokenizer) | ids_without_token) - set(kept_ids)
     return sorted(token_id for token_id in banned if token_id < vocab_size)
 
 

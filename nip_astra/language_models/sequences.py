@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nip_astra.language_models.sampling import SamplingOptions
+from nip_astra.language_models.sampling import SamplingOptions, find_special_ids
 from nip_astra.language_models.structured import advance
 from nip_astra.language_models.tree_engine.routed_weights import Adapter
 from nip_astra.utils.seeding import SeedPart, derived_generator
@@ -297,7 +297,7 @@ class IncrementalDetokenizer:
         self._shown_ids = frozenset(shown_ids)
         self._hidden_ids: frozenset[int] = frozenset()
         if shown_ids:
-            self._hidden_ids = _find_special_ids(tokenizer) - self._shown_ids
+            self._hidden_ids = find_special_ids(tokenizer) - self._shown_ids
         self.stop = [text for text in stop if text]
         self.is_stopped = False
         self.added = ""
@@ -367,15 +367,6 @@ class IncrementalDetokenizer:
         end = len(text) - num_held
         self._pending = text[end:]
         return text[:end]
-
-
-def _find_special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that a text omits."""
-    special_ids = set(tokenizer.all_special_ids)
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        if token.special:
-            special_ids.add(token_id)
-    return frozenset(special_ids)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -39,8 +39,12 @@ ADVICE = (
 )
 SECONDS_TO_REACH_HUB = 5.0
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-    *("vocab.json", "vocab.txt", "spiece.model"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
 )
 _READING_GGUF = threading.RLock()
 
@@ -79,12 +83,16 @@ def _require_hub(name: str) -> None:
             f"the model {name!r} is neither a folder nor a name on the hub. {ADVICE}"
         ) from error
     if constants.is_offline_mode() or getproxies():
+        # A proxy may reach the hub where a connection of our own does not.
         return
     problem = _hub_problem(constants.ENDPOINT)
     if not problem:
         return
-    files = (MODEL_CONFIG, ADAPTER_CONFIG)
-    if not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+    cached_files = [
+        try_to_load_from_cache(name, file_name) for file_name in (MODEL_CONFIG, ADAPTER_CONFIG)
+    ]
+    # The path of a file, None if unknown, or a mark for a file that the hub lacks.
+    if not any(isinstance(cached_file, str) for cached_file in cached_files):
         raise ModelLoadError(
             f"the model {name!r} is not in the cache, and {constants.ENDPOINT} cannot be reached: "
             f"{problem}. {ADVICE}"
@@ -96,10 +104,11 @@ def _require_hub(name: str) -> None:
 @lru_cache(maxsize=1)
 def _hub_problem(address: str) -> str:
     """Return why the hub cannot be reached; empty if it can."""
-    place = urlsplit(address)
-    port = place.port or (80 if place.scheme == "http" else 443)
+    url = urlsplit(address)
+    default_port = 80 if url.scheme == "http" else 443
+    host_and_port = (url.hostname or "", url.port or default_port)
     try:
-        socket.create_connection((place.hostname or "", port), SECONDS_TO_REACH_HUB).close()
+        socket.create_connection(host_and_port, SECONDS_TO_REACH_HUB).close()
     except OSError as error:
         return reason_of(error)
     return ""
@@ -112,13 +121,15 @@ def is_model_folder(folder: Path) -> bool:
 
 def _is_adapter(name: str) -> bool:
     """Return whether a folder holds an adapter without its base."""
-    return (Path(name) / ADAPTER_CONFIG).is_file() and not (Path(name) / MODEL_CONFIG).is_file()
+    folder = Path(name)
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / MODEL_CONFIG).is_file()
 
 
-def _base_of(folder: str) -> str:
+def _read_base_name(folder: str) -> str:
     """Return the base model in an adapter's configuration."""
     try:
-        base = json.loads((Path(folder) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text())
+        base = config["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         base = None
     if not isinstance(base, str) or not base:
@@ -134,7 +145,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load a tokenizer, cached by its arguments; an adapter has its base's tokenizer."""
     from transformers import AutoTokenizer
 
-    name = _base_of(name) if _is_adapter(name) else name
+    name = _read_base_name(name) if _is_adapter(name) else name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **_gguf(gguf_file))
         is_empty = not tokenizer.encode("a", add_special_tokens=False)
@@ -152,8 +163,9 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 def decode_all(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
     """Return the texts of token rows, without special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    is_own = not type(tokenizer)._decode.__module__.startswith("transformers.tokenization_utils")
-    if backend is None or is_own or tokenizer.clean_up_tokenization_spaces:
+    decode_module = type(tokenizer)._decode.__module__
+    has_own_decode = not decode_module.startswith("transformers.tokenization_utils")
+    if backend is None or has_own_decode or tokenizer.clean_up_tokenization_spaces:
         texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=True)
         return texts
     # What `batch_decode` does, without looking at each number in Python.
@@ -168,8 +180,18 @@ def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> A
     name, gguf_file = resolve_model(reference, scenario_dir)
     if not _is_adapter(name):
         return load_causal_lm(name, gguf_file)
-    module = load_causal_lm(*resolve_model(base or _base_of(name), scenario_dir))
-    return _merged(module, Path(name))
+    base_name, base_gguf_file = resolve_model(base or _read_base_name(name), scenario_dir)
+    module = load_causal_lm(base_name, base_gguf_file)
+    try:
+        merged = merge_adapter(load_adapter(module, Path(name)))
+    except (CheckpointError, ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(
+            f"the adapter in {name} could not be added into {type(module).__name__}: {error}. "
+            "Give its base model as base_model, and a LoRA adapter that peft wrote as "
+            "adapter_model.safetensors."
+        ) from error
+    # peft freezes the model that it wraps.
+    return merged.requires_grad_(True).eval()
 
 
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:
@@ -229,9 +251,11 @@ def converted_gguf(file: Path, folder: Path) -> Path:
     if is_model_folder(target):
         return target
     name, gguf_file = resolve_model(str(file), None)
-    module, tokenizer = load_causal_lm(name, gguf_file), load_tokenizer(name, gguf_file)
+    module = load_causal_lm(name, gguf_file)
+    tokenizer = load_tokenizer(name, gguf_file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete; another process may have converted the file meanwhile.
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             model_folder = Path(unfinished) / "model"
             module.save_pretrained(model_folder)
@@ -279,17 +303,17 @@ def load_pretrained(
 
 def read_limits(tokenizer: Any, model: Any) -> tuple[int, str]:
     """Return the maximum tokens of a text, and a replacement for a text without words."""
-    limit = tokenizer.model_max_length
-    window = int(getattr(model.config, "max_position_embeddings", None) or limit)
+    tokenizer_limit = tokenizer.model_max_length
+    window = int(getattr(model.config, "max_position_embeddings", None) or tokenizer_limit)
     for name, layer in model.named_modules():
         # Positions of RoBERTa and its relatives start after the padding index.
         padding = getattr(layer, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
             window -= padding + 1
     # Without special tokens, such a text would have no tokens at all.
-    has_frame = bool(tokenizer("")["input_ids"])
-    blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
-    return min(window, limit), blank
+    has_special_tokens = bool(tokenizer("")["input_ids"])
+    blank = "" if has_special_tokens else tokenizer.unk_token or tokenizer.eos_token
+    return min(window, tokenizer_limit), blank
 
 
 def require_weights(name: str, info: Mapping[str, Any], *, kind: str, advice: str) -> None:
@@ -329,10 +353,11 @@ def describe_model(name: str) -> ModelDescription:
 
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        # Without memory, to count the weights.
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
-        config = config.get_text_config()
-        vocab_size = int(config.vocab_size)
+        text_config = config.get_text_config()
+        vocab_size = int(text_config.vocab_size)
     except Exception as error:
         raise _load_error("model", name, error) from error
     try:
@@ -340,10 +365,10 @@ def describe_model(name: str) -> ModelDescription:
     except OSError:
         generation_config = module.generation_config
     return ModelDescription(
-        int(getattr(config, "max_position_embeddings", 1 << 20)),
-        vocab_size,
-        int(module.num_parameters()),
-        generation_config,
+        context_window=int(getattr(text_config, "max_position_embeddings", 1 << 20)),
+        vocab_size=vocab_size,
+        num_parameters=int(module.num_parameters()),
+        generation_config=generation_config,
     )
 
 
@@ -353,8 +378,9 @@ def gains_from_bfloat16(module: Any, device: torch.device) -> bool:
         return False
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
-    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(probe and probe())
+    # Private, so it may be absent.
+    is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(is_supported and is_supported())
 
 
 def computing_dtype(
@@ -363,22 +389,24 @@ def computing_dtype(
     """Return the precision that a model computes in: "auto", "fastest" or a key of `DTYPES`."""
     dtype = DTYPES.get(requested, torch.float32)
     gains = gains_from_bfloat16(module, device)
-    if gains and (requested == "fastest" or (requested == "auto" and trainable)):
+    wants_fastest = requested == "fastest" or (requested == "auto" and trainable)
+    if gains and wants_fastest:
         dtype = torch.bfloat16
     is_large = module.num_parameters() >= SMALLEST_BFLOAT16_MODEL
     if requested == "bfloat16" and is_large and not gains and device.type == "cpu":
-        _warn_of_slow_bfloat16()
+        _warn_about_slow_bfloat16()
     return dtype
 
 
 @cache
-def _warn_of_slow_bfloat16() -> None:
+def _warn_about_slow_bfloat16() -> None:
     """Warn, once a process, of a precision that the processor has no instructions for."""
-    capability = torch.backends.cpu.get_cpu_capability()
+    instructions = torch.backends.cpu.get_cpu_capability()
+    factor = SLOWER_BFLOAT16.get(instructions, SLOWER_BFLOAT16["AVX2"])
     logger.warning(
         "dtype is bfloat16, which this processor lacks: its products take about %g times as long "
         "as those of float32. Set dtype to float32 or fastest.",
-        SLOWER_BFLOAT16.get(capability, SLOWER_BFLOAT16["AVX2"]),
+        factor,
     )
 
 
@@ -386,9 +414,9 @@ def _gguf(gguf_file: str | None) -> dict[str, str]:
     return {"gguf_file": gguf_file} if gguf_file else {}
 
 
-def _load_error(what: str, name: str, error: Exception) -> ModelLoadError:
+def _load_error(part: str, name: str, error: Exception) -> ModelLoadError:
     return ModelLoadError(
-        f"the {what} of {name!r} could not be loaded: {reason_of(error)}. {ADVICE}"
+        f"the {part} of {name!r} could not be loaded: {reason_of(error)}. {ADVICE}"
     )
 
 
@@ -400,14 +428,16 @@ def gguf_read_once() -> Iterator[None]:
     """
     import gguf
 
+    # The functions of the module are replaced, which another thread must not see half done.
     with _READING_GGUF:
-        reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+        reader, get_name_map = gguf.GGUFReader, gguf.get_tensor_name_map
         gguf.GGUFReader = lru_cache(maxsize=2)(reader)
-        gguf.get_tensor_name_map = lru_cache(maxsize=8)(names)
+        gguf.get_tensor_name_map = lru_cache(maxsize=8)(get_name_map)
         try:
             yield
         finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
+            gguf.GGUFReader = reader
+            gguf.get_tensor_name_map = get_name_map
 
 
 def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) -> Any:
@@ -419,23 +449,10 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
     if any((source / name).exists() for name in TOKENIZER_FILES):
         return load_tokenizer(str(source))
     if base is None and _is_adapter(str(source)):
-        base = _base_of(str(source))
+        base = _read_base_name(str(source))
     if base is None:
         raise ModelLoadError(
             f"{source} holds no tokenizer. Save it beside the model, or set base_model "
             "(attacker_base_model_id in nip_astra.astra) to the model that it comes from."
         )
     return load_tokenizer(*resolve_model(base, scenario_dir))
-
-
-def _merged(module: Any, folder: Path) -> Any:
-    """Merge a peft adapter into the model's weights."""
-    try:
-        # peft freezes the model that it wraps.
-        return merge_adapter(load_adapter(module, folder)).requires_grad_(True).eval()
-    except (CheckpointError, ValueError, TypeError, AttributeError) as error:
-        raise ModelLoadError(
-            f"the adapter in {folder} could not be added into {type(module).__name__}: {error}. "
-            "Give its base model as base_model, and a LoRA adapter that peft wrote as "
-            "adapter_model.safetensors."
-        ) from error

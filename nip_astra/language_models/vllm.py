@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,11 +51,11 @@ from nip_astra.language_models.vllm_backend.engine import (
     Reply,
     Request,
     SamplingEngine,
+    derive_row_seed,
     padded_rows,
     padded_turns,
     sampling_arguments,
     scoring_request,
-    seed_of,
     start_engine,
 )
 from nip_astra.language_models.vllm_backend.remote_engines import start_remote_engines
@@ -144,18 +144,20 @@ class VllmLanguageModel(LanguageModel):
                 f"sleep_during_updates is set for {parameters.model!r}, which does not learn. Set "
                 "it for the model that does: vLLM lets one engine per process sleep."
             )
-        about = describe_model(name)
+        description = describe_model(name)
         tokenizer = find_tokenizer(parameters.model, parameters.base_model, scenario_dir)
         scorer = None
         if trainable:
             scorer = HuggingFaceLanguageModel.load(
                 parameters, device=device, scenario_dir=scenario_dir, trainable=True
             )
-        dtype = _engine_dtype(parameters.dtype, about.num_parameters)
+        dtype = _choose_engine_dtype(parameters.dtype, description.num_parameters)
         if scorer is not None and parameters.dtype in ("auto", "fastest"):
             dtype = "bfloat16" if scorer.dtype == torch.bfloat16 else "float32"
         has_adapter = scorer is not None and scorer.has_adapter
-        window = min(parameters.max_model_len or about.context_window, about.context_window)
+        window = description.context_window
+        if parameters.max_model_len is not None:
+            window = min(parameters.max_model_len, window)
         options = EngineOptions(
             dtype=dtype,
             max_model_len=window,
@@ -164,28 +166,19 @@ class VllmLanguageModel(LanguageModel):
             can_sleep=parameters.sleep_during_updates,
             enforce_eager=parameters.decode_graphs == "never",
         )
-        engine: SamplingEngine
-        if parameters.num_engines and rank_of_process() > 0:
-            # Only the first process of a run samples.
-            engine = SamplingEngine(options)
-        elif parameters.num_engines:
-            engine = start_remote_engines(
-                name,
-                options,
-                num_engines=parameters.num_engines,
-                num_gpus=parameters.gpus_per_engine,
-            )
-        else:
-            # In every process: vLLM forms its groups with all processes of the run.
-            engine = start_engine(name, options)
-        engine.check_vocabulary(tokenizer, about.vocab_size)
+        engine = _start_engines(name, options, parameters)
+        engine.check_vocabulary(tokenizer, description.vocab_size)
+        num_parameters = description.num_parameters
+        if scorer is not None:
+            # With the adapter.
+            num_parameters = scorer.num_parameters()
         return cls(
             engine,
             tokenizer,
             scorer=scorer,
-            end_ids=find_end_ids(about.generation_config, tokenizer),
-            vocab_size=about.vocab_size,
-            num_parameters=about.num_parameters if scorer is None else scorer.num_parameters(),
+            end_ids=find_end_ids(description.generation_config, tokenizer),
+            vocab_size=description.vocab_size,
+            num_parameters=num_parameters,
             source=parameters.model,
             use_adapter=has_adapter,
         )
@@ -193,8 +186,11 @@ class VllmLanguageModel(LanguageModel):
     def _twin(self, scorer: HuggingFaceLanguageModel | None) -> VllmLanguageModel:
         """Return a frozen model on the same engine, without adapter."""
         twin = copy.copy(self)
-        twin.scorer, twin.use_adapter = scorer, False
-        twin.token_count, twin.gap, twin.weights = TokenCount(), SamplerGap(), None
+        twin.scorer = scorer
+        twin.use_adapter = False
+        twin.token_count = TokenCount()
+        twin.gap = SamplerGap()
+        twin.weights = None
         if scorer is not None:
             scorer.token_count = twin.token_count
             twin.weights = LearntWeights(scorer)
@@ -209,10 +205,12 @@ class VllmLanguageModel(LanguageModel):
             return None
         if parameters.type_name != LanguageModelType.VLLM:
             return self.scorer.base_for(parameters)
+        # Only under an adapter do the base's weights stay as they are.
+        if not self.scorer.has_adapter or parameters.model != self.source:
+            return None
         options = self.engine.options
-        is_same = parameters.model == self.source
-        is_same &= _engine_dtype(parameters.dtype, self.num_parameters()) == options.dtype
-        if not (self.scorer.has_adapter and is_same and _is_engine_of(options, parameters)):
+        dtype = _choose_engine_dtype(parameters.dtype, self.num_parameters())
+        if dtype != options.dtype or not _does_engine_fit(options, parameters):
             return None
         return self._twin(None)
 
@@ -245,7 +243,8 @@ class VllmLanguageModel(LanguageModel):
 
     def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
         """Sample a turn for each request with the current weights."""
-        if not self.can_score_contexts and any(one.scores_context for one in requests):
+        scores_contexts = any(request.scores_context for request in requests)
+        if scores_contexts and not self.can_score_contexts:
             raise ConfigurationError(
                 f"{self.source!r} shares a vLLM engine with a LoRA adapter, where vLLM cannot "
                 "score contexts. Set the reward's likelihood_model to reference, or use another "
@@ -268,20 +267,22 @@ class VllmLanguageModel(LanguageModel):
         """
         if self.scorer is None or not contexts:
             return generation
+        ids_BT, mask_BT = generation.ids_BT, generation.mask_BT
         # Rows that share a beginning are neighbours, so that parts repeat little.
-        key: Any = contexts.__getitem__
-        order = sorted(range(len(contexts)), key=key)
-        width = max(map(len, contexts)) + generation.ids_BT.shape[1]
-        logprobs_BT = torch.zeros(generation.mask_BT.shape)
+        order = sorted(range(len(contexts)), key=lambda row: contexts[row])  # type: ignore[arg-type, return-value]  # lists
+        longest_context = max(len(context) for context in contexts)
+        rows_at_once = max(1, MAX_PADDED // (longest_context + ids_BT.shape[1]))
+        logprobs_BT = torch.zeros(mask_BT.shape)
         with torch.no_grad(), self.rescoring():
-            for part in torch.split(torch.tensor(order), max(1, MAX_PADDED // width)):
-                rows = pad_left([contexts[row] for row in part.tolist()], torch.device("cpu"))
-                scored = self.scorer.logprobs(
-                    *rows, generation.ids_BT[part], generation.mask_BT[part]
+            for part in torch.split(torch.tensor(order), rows_at_once):
+                part_contexts = [contexts[row] for row in part.tolist()]
+                context_BC, context_mask_BC = pad_left(part_contexts, torch.device("cpu"))
+                part_logprobs = self.scorer.logprobs(
+                    context_BC, context_mask_BC, ids_BT[part], mask_BT[part]
                 )
-                logprobs_BT[part] = scored.cpu()
-        self.gap.note(generation.logprobs_BT[generation.mask_BT], logprobs_BT[generation.mask_BT])
-        return Generation(generation.ids_BT, generation.mask_BT, logprobs_BT)
+                logprobs_BT[part] = part_logprobs.cpu()
+        self.gap.note(generation.logprobs_BT[mask_BT], logprobs_BT[mask_BT])
+        return Generation(ids_BT, mask_BT, logprobs_BT)
 
     def take_metrics(self) -> dict[str, float]:
         return self.gap.take()
@@ -309,35 +310,41 @@ class VllmLanguageModel(LanguageModel):
         distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
         rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
-        if self.scorer is None and distribution is None and not (needs_entropy or needs_hidden):
-            return TokenScores(self._scored_by_engine(rows))
+        needs_more = needs_entropy or needs_hidden or distribution is not None
+        if self.scorer is None and not needs_more:
+            return TokenScores(self._score_by_engine(rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
+            # An update follows, which needs the engine's memory and changes the weights.
             assert self.weights is not None
             self.weights.num_passes += 1
             self.engine.sleep()
+        # Without a scorer this raises: vLLM gives log-probabilities only.
         score = super().token_scores if self.scorer is None else self.scorer.token_scores
         return score(
             *rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, distribution=distribution
         )
 
-    def _scored_by_engine(self, rows: TokenRows) -> Tensor:
-        context_BC, context_mask_BC, ids_BT, mask_BT = rows
-        before = [row[mask].tolist() for row, mask in zip(context_BC, context_mask_BC, strict=True)]
-        after = [row[mask].tolist() for row, mask in zip(ids_BT, mask_BT, strict=True)]
+    def _score_by_engine(self, rows: TokenRows) -> Tensor:
+        *_, ids_BT, mask_BT = rows
         trie = build_trie(sequences_to_read(rows))
         self.token_count.scored += trie.num_unique
-        requests = [
-            scoring_request([*a, *b], self.context_window)
-            for a, b in zip(before, after, strict=True)
-        ]
-        found_BT = torch.zeros(ids_BT.shape)
-        for row, (start, reply) in enumerate(
-            zip(map(len, before), self.ask(requests, SCORE_ONE), strict=True)
-        ):
+        context_lengths: list[int] = []
+        requests: list[Request] = []
+        for context_C, context_mask_C, ids_T, mask_T in zip(*rows, strict=True):
+            context = context_C[context_mask_C].tolist()
+            continuation = ids_T[mask_T].tolist()
+            context_lengths.append(len(context))
+            requests.append(scoring_request([*context, *continuation], self.context_window))
+        replies = self.ask(requests, SCORE_ONE)
+        logprobs_BT = torch.zeros(ids_BT.shape)
+        for row, (context_length, reply) in enumerate(zip(context_lengths, replies, strict=True)):
             assert reply.context_logprobs is not None
-            logprobs = [*reply.context_logprobs, *reply.logprobs][start:]
-            found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
-        return found_BT
+            is_scored_T = mask_BT[row].cpu()
+            # The last token may have been sampled; see `scoring_request`.
+            logprobs = [*reply.context_logprobs, *reply.logprobs]
+            stop = context_length + int(is_scored_T.sum())
+            logprobs_BT[row, is_scored_T] = torch.tensor(logprobs[context_length:stop])
+        return logprobs_BT
 
     def support_mask(
         self,
@@ -403,46 +410,49 @@ class VllmSession(GenerationSession):
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
         # One request per row: with vLLM's n, siblings would not have their own seeds.
-        seeds = [seed_of(row_T) for row_T in uniforms_RT]
-        requests = [
-            Request(
-                contexts[row // rows_per_context],
-                seed,
-                scores_context=spans is not None and row % rows_per_context == 0,
+        requests = []
+        for row, uniforms_T in enumerate(uniforms_RT):
+            context_index, sibling = divmod(row, rows_per_context)
+            scores_context = spans is not None and sibling == 0
+            requests.append(
+                Request(contexts[context_index], derive_row_seed(uniforms_T), scores_context)
             )
-            for row, seed in enumerate(seeds)
-        ]
         replies = self.model.ask(requests, options)
         generation = padded_turns(replies, options.max_new_tokens)
         self.model.token_count.generated += int(generation.mask_BT.sum())
-        scores = None
+        span_logprobs_CT = None
         if spans is not None:
-            read = zip(replies[::rows_per_context], spans, strict=True)
-            scores = padded_rows([(reply.context_logprobs or [])[a:b] for reply, (a, b) in read])
+            span_logprobs = []
+            first_replies = replies[::rows_per_context]
+            for reply, (start, stop) in zip(first_replies, spans, strict=True):
+                span_logprobs.append((reply.context_logprobs or [])[start:stop])
+            span_logprobs_CT = padded_rows(span_logprobs)
         self._contexts.append([request.context for request in requests])
-        return Turns(generation, scores)
+        return Turns(generation, span_logprobs_CT)
 
     def settle(self, generations: Sequence[Generation]) -> list[Generation]:
-        lengths = [len(rows) for rows in self._contexts]
-        widths = [generation.ids_BT.shape[1] for generation in generations]
-        columns = [
-            [generation.ids_BT, generation.mask_BT, generation.logprobs_BT]
-            for generation in generations
-        ]
-        together = [
-            torch.cat([F.pad(x, (0, max(widths) - x.shape[1])) for x in column])
-            for column in zip(*columns, strict=True)
-        ]
-        contexts = [context for rows in self._contexts for context in rows]
-        generation = self.model.rescored(contexts, Generation(*together))
-        parts = (
-            torch.split(x, lengths)
-            for x in (generation.ids_BT, generation.mask_BT, generation.logprobs_BT)
+        max_width = max((turns.ids_BT.shape[1] for turns in generations), default=0)
+
+        def pad(x_BT: Tensor) -> Tensor:
+            return F.pad(x_BT, (0, max_width - x_BT.shape[1]))
+
+        if not generations:
+            return []
+        all_turns = Generation(
+            torch.cat([pad(turns.ids_BT) for turns in generations]),
+            torch.cat([pad(turns.mask_BT) for turns in generations]),
+            torch.cat([pad(turns.logprobs_BT) for turns in generations]),
         )
-        return [
-            Generation(*(x[:, :width] for x in one))
-            for width, *one in zip(widths, *parts, strict=True)
-        ]
+        contexts = [context for call_contexts in self._contexts for context in call_contexts]
+        logprobs_BT = self.model.rescored(contexts, all_turns).logprobs_BT
+        settled = []
+        start = 0
+        for turns in generations:
+            num_rows, width = turns.ids_BT.shape
+            turn_logprobs_BT = logprobs_BT[start : start + num_rows, :width]
+            settled.append(Generation(turns.ids_BT, turns.mask_BT, turn_logprobs_BT))
+            start += num_rows
+        return settled
 
 
 class LearntWeights:
@@ -472,40 +482,54 @@ class LearntWeights:
         # The engine would round them in the same way, after a transfer of twice the size.
         dtype = getattr(torch, engine.options.dtype)
 
-        def weights() -> Iterable[tuple[str, Tensor]]:
-            return ((name, one.detach().to(dtype)) for name, one in module.named_parameters())
+        def iterate_weights() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in module.named_parameters():
+                yield name, weight.detach().to(dtype)
 
-        engine.hold_weights(self.version, weights)
+        engine.hold_weights(self.version, iterate_weights)
         return None
 
 
-def _engine_dtype(requested: str, num_parameters: int) -> str:
+def _start_engines(name: str, options: EngineOptions, parameters: Any) -> SamplingEngine:
+    """Start the engine of this process, or the Ray actors of a run."""
+    if not parameters.num_engines:
+        # In every process: vLLM forms its groups with all processes of the run.
+        return start_engine(name, options)
+    if rank_of_process() > 0:
+        # Only the first process of a run samples.
+        return SamplingEngine(options)
+    return start_remote_engines(
+        name, options, num_engines=parameters.num_engines, num_gpus=parameters.gpus_per_engine
+    )
+
+
+def _choose_engine_dtype(requested: str, num_parameters: int) -> str:
     """Return the precision of an engine without a scorer."""
     if requested == "fastest":
         return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
     return "float32" if requested == "auto" else requested
 
 
-def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
+def _does_engine_fit(options: EngineOptions, parameters: Any) -> bool:
     """Return whether an engine fits a model's parameters, ignoring those at their defaults."""
     fields = type(parameters).model_fields
-    held = {
+    engine_values = {
         "max_model_len": options.max_model_len,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "decode_graphs": "never" if options.enforce_eager else "always",
     }
-    others = [
-        name
-        for name, value in held.items()
-        if getattr(parameters, name) not in (fields[name].default, value)
-    ]
-    if others:
+    differing = []
+    for name, engine_value in engine_values.items():
+        requested = getattr(parameters, name)
+        if requested != fields[name].default and requested != engine_value:
+            differing.append(name)
+    if differing:
         logger.info(
             "%r gets a separate engine: its %s differs from that of the model that learns",
             parameters.model,
-            " and ".join(others),
+            " and ".join(differing),
         )
-    return not others
+    return not differing
 
 
 SUSPICIOUS_GAP = 0.1
@@ -541,7 +565,7 @@ class SamplerGap:
         if not self._num_tokens:
             return {}
         mean = self._sum_absolute / self._num_tokens
-        found = {
+        metrics = {
             "sampler_gap/mean": mean,
             "sampler_gap/largest": self._largest,
             "sampler_gap/kl": self._sum / self._num_tokens,
@@ -553,4 +577,4 @@ class SamplerGap:
                 mean,
             )
         self._reset()
-        return found
+        return metrics

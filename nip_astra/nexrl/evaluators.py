@@ -93,11 +93,12 @@ def tagged_answer(
 ) -> list[float]:
     """Return 1 where the text within `<answer>` equals the right answer, as the simple worker."""
     answers = right_answers(len(completions), ground_truth, reward_model)
-    found = [re.search(r"<answer>(.*?)</answer>", _text(one), re.DOTALL) for one in completions]
-    return [
-        float(match is not None and match[1].strip() == answer)
-        for match, answer in zip(found, answers, strict=True)
-    ]
+    rewards = []
+    for completion, answer in zip(completions, answers, strict=True):
+        match = re.search(r"<answer>(.*?)</answer>", _text(completion), re.DOTALL)
+        is_correct = match is not None and match[1].strip() == answer
+        rewards.append(float(is_correct))
+    return rewards
 
 
 def boxed_answer(
@@ -128,12 +129,13 @@ def right_answers(
     DataError
         If the data have neither `ground_truth` nor `reward_model.ground_truth`.
     """
-    nested = [
-        one.get("ground_truth") if isinstance(one, Mapping) else None
-        for one in reward_model or [None] * count
-    ]
-    given = list(ground_truth or [None] * count)
-    answers = [own if own is not None else inner for own, inner in zip(given, nested, strict=True)]
+    column = list(ground_truth or [None] * count)
+    nested_column = list(reward_model or [None] * count)
+    answers = []
+    for answer, nested in zip(column, nested_column, strict=True):
+        if answer is None and isinstance(nested, Mapping):
+            answer = nested.get("ground_truth")
+        answers.append(answer)
     if None in answers:
         raise DataError(
             "the data have no right answer. Give a column ground_truth, or reward_model with "
@@ -149,10 +151,10 @@ def _last_boxed(text: str) -> str | None:
         return None
     begin = start + len("\\boxed{")
     depth = 1
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if depth == 0:
-            return text[begin:place]
+            return text[begin:index]
     return None
 
 

@@ -134,7 +134,7 @@ def compute_grpo_advantage_for_trajectories(
 ) -> list[AnyTrajectory]:
     """Set `advantage` of each trajectory, and return them; see `group_advantages`."""
     options = advantages.AdvantageParameters(std_epsilon=epsilon)
-    rows = [as_core(one) for one in trajectories]
+    rows = [as_core(trajectory) for trajectory in trajectories]
     compared = advantages_of(rows, options, use_run_ids=use_run_ids)
     for trajectory, advantage in zip(trajectories, compared.advantages_N.tolist(), strict=True):
         trajectory.advantage = advantage
@@ -215,7 +215,7 @@ def log_rollout_metrics(
         rows = trajectories.to_trajectories()
     else:
         rows = trajectories
-    core_rows = [as_core(one) for one in rows]
+    core_rows = [as_core(trajectory) for trajectory in rows]
     metrics_here.log_rollout_metrics(core_rows, metrics)
     values: dict[str, list[float]] = {}
     for row in core_rows:
@@ -223,12 +223,14 @@ def log_rollout_metrics(
         for name, value in score.items() if isinstance(score, dict) else ():
             if isinstance(value, bool | int | float):
                 values.setdefault(str(name), []).append(float(value))
-    metrics.update({f"rollout/{name}": sum(own) / len(own) for name, own in values.items()})
+    metrics.update(
+        {f"rollout/{name}": sum(numbers) / len(numbers) for name, numbers in values.items()}
+    )
 
 
 def log_grpo_metrics(trajectories: Sequence[AnyTrajectory], metrics: Metrics) -> None:
     """Add statistics of advantages and groups; see `trainers.service.metrics`."""
-    metrics_here.log_grpo_metrics([as_core(one) for one in trajectories], metrics)
+    metrics_here.log_grpo_metrics([as_core(trajectory) for trajectory in trajectories], metrics)
 
 
 def set_logging_basic_config() -> None:

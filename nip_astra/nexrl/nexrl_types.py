@@ -69,14 +69,14 @@ class Trajectory:
         reward: float | None = None,
         is_val: bool = False,
         extra_fields: dict[str, Any] | None = None,
-        **more: Any,
+        **fields: Any,
     ) -> None:
         self.__dict__.update(
             tokens=tokens,
             loss_mask=loss_mask,
             reward=reward,
             is_val=is_val,
-            extra_fields={**(extra_fields or {}), **more},
+            extra_fields={**(extra_fields or {}), **fields},
         )
 
     # ---- conversion
@@ -199,7 +199,7 @@ class Batch(batches.Batch):
         **facts: Any,
     ) -> Self:
         """Pad trajectories of either kind on the right to the longest."""
-        rows = [as_core(one) for one in trajectories]
+        rows = [as_core(trajectory) for trajectory in trajectories]
         first = rows[0].extra_fields if rows else {}
         batch = super().from_trajectories(rows, **facts)
         # As in NexRL, the whole batch has the temperature of its first row.
@@ -209,7 +209,7 @@ class Batch(batches.Batch):
 
     def to_trajectories(self) -> list[Any]:
         """Return the rows without padding, as NexRL's trajectories."""
-        return [Trajectory.from_core(one) for one in super().to_trajectories()]
+        return [Trajectory.from_core(trajectory) for trajectory in super().to_trajectories()]
 
     def copy(self) -> Self:
         """Return a batch with the same tensors, whose fields can be set apart."""

@@ -324,13 +324,13 @@ class _Recipe:
     def value(self, path: str, default: Any = None) -> Any:
         """Return a value with its references resolved; a reference to a value of ours stays."""
         try:
-            found = OmegaConf.select(self.config, path, default=default)
-            if isinstance(found, DictConfig | ListConfig):
-                return OmegaConf.to_container(found, resolve=True)
+            value = OmegaConf.select(self.config, path, default=default)
+            if isinstance(value, DictConfig | ListConfig):
+                return OmegaConf.to_container(value, resolve=True)
         except InterpolationKeyError:
             node = OmegaConf.select(self.config, path.rpartition(".")[0])
             return OmegaConf.to_container(node, resolve=False)[path.rpartition(".")[2]]  # type: ignore[index,call-overload,union-attr]
-        return found
+        return value
 
     def canonical(self, path: str) -> str:
         """Return the path that rules use: training services are named by their role."""
@@ -380,24 +380,24 @@ class _Recipe:
         self.ours.setdefault("scenario", SCENARIO)
 
     def _convert_value(self, path: str, name: str) -> None:
-        pattern = next((one for one in self.rules if fnmatchcase(name, one)), None)
-        if pattern is not None:
-            self._apply(self.rules[pattern], path)
-            return
+        for pattern, rule in self.rules.items():
+            if fnmatchcase(name, pattern):
+                self._apply(rule, path)
+                return
         if path.startswith("trainer.custom_trainer_"):
             return
-        given = show_value(self._raw(path))
-        if any(one.startswith(f"{name}.") for one in self.rules):
-            self._refuse(path, given, "must be a group", "Write `name: value` below it.")
+        raw_value = show_value(self._raw(path))
+        if any(pattern.startswith(f"{name}.") for pattern in self.rules):
+            self._refuse(path, raw_value, "must be a group", "Write `name: value` below it.")
         elif self.custom_file is not None and path.startswith("trainer."):
             inside = path.removeprefix("trainer.")
             self._set(path, f"{{trainer}}.trainer_values.{inside}", self.value(path))
         else:
-            known = [one for one in self.rules if "*" not in one]
-            near = ", ".join(nearest_names(path, known)) or "none is near"
+            valid_names = [pattern for pattern in self.rules if "*" not in pattern]
+            near = ", ".join(nearest_names(path, valid_names)) or "none is near"
             self._refuse(
                 path,
-                given,
+                raw_value,
                 "has no counterpart",
                 f"Known: {near}. See the guide coming-from-nexrl.",
             )
@@ -451,10 +451,10 @@ class _Recipe:
             return None
 
     def _raw(self, path: str) -> Any:
-        found: Any = self.theirs
+        value: Any = self.theirs
         for name in path.split("."):
-            found = found[name]
-        return found
+            value = value[name]
+        return value
 
     def _refuse(self, path: str, value: str, problem: str, hint: str) -> None:
         self.faults.append(ParameterFault(path, value, problem, hint, self.source))
@@ -504,12 +504,12 @@ class _Recipe:
             if rank and group.get("training_mode") != "full_ft":
                 adapter = {"rank": rank, "alpha": 32.0}
                 self._set(f"service.{name}.lora_rank", "task.policy.language_model.lora", adapter)
-        for name, one in (service.get("train_service") or {}).items():
-            if isinstance(one, Mapping) and one.get("role") == "teacher":
-                place = f"service.train_service.{name}.actor.model.path"
-                model = self._resolved(place)
+        for name, train_service in (service.get("train_service") or {}).items():
+            if isinstance(train_service, Mapping) and train_service.get("role") == "teacher":
+                path = f"service.train_service.{name}.actor.model.path"
+                model = self._resolved(path)
                 if model is not None:
-                    self._set(place, "{trainer}.distillation.teacher", _language_model(model))
+                    self._set(path, "{trainer}.distillation.teacher", _language_model(model))
 
     def value_or_none(self, path: str) -> Any:
         """Return a value; None if it is unset or refers to something unknown."""
@@ -535,9 +535,13 @@ class _Recipe:
         existing = next((file for file in files if is_file and file.is_file()), None)
         self.ours["custom_trainer_module_path"] = str(existing or self.custom_file)
         if is_file and existing is None:
-            place = "trainer.custom_trainer_module_path"
-            problem = f"no such file; tried {' and '.join(dict.fromkeys(map(str, files)))}"
-            self._refuse(place, show_value(self.custom_file), problem, "")
+            tried = " and ".join(dict.fromkeys(map(str, files)))
+            self._refuse(
+                "trainer.custom_trainer_module_path",
+                show_value(self.custom_file),
+                f"no such file; tried {tried}",
+                "",
+            )
 
     def _add_adapter(self) -> None:
         """Train an adapter, with Tinker's settings if the recipe has none."""
@@ -568,13 +572,13 @@ class _Recipe:
         for path in paths:
             parts = path.split(".")
             groups = [".".join(parts[:end]) for end in range(1, len(parts))]
-            unused = (
-                group
-                for group in groups
-                if not any(f"{one}.".startswith(f"{group}.") for one in self.used)
-            )
-            shortened[next(unused, path)] = None
+            unused_groups = (group for group in groups if not self._is_used_within(group))
+            # The outermost of them.
+            shortened[next(unused_groups, path)] = None
         return list(shortened)
+
+    def _is_used_within(self, group: str) -> bool:
+        return any(f"{path}.".startswith(f"{group}.") for path in self.used)
 
 
 def _snake_case(name: str) -> str:

@@ -95,12 +95,12 @@ class DataDumper:
         """Dump log-probabilities of a batch."""
         self._trainer.dump("old_log_probs", {"old_log_probs": old_log_probs})
 
-    def dump_trajectory(self, step: int, trajectories: Sequence[Trajectory], **more: Any) -> None:
+    def dump_trajectory(self, step: int, trajectories: Sequence[Trajectory], **unused: Any) -> None:
         """Dump the trajectories of a step."""
         self._trainer.dump("nexrl_trajectories", Batch.from_trajectories(trajectories))
 
     def dump_prepared_trajectories(
-        self, step: int, trajectories: Sequence[Trajectory], **more: Any
+        self, step: int, trajectories: Sequence[Trajectory], **unused: Any
     ) -> None:
         """Dump prepared trajectories."""
         self._trainer.dump("nexrl_prepared_trajectories", Batch.from_trajectories(trajectories))
@@ -166,11 +166,11 @@ class ServiceHolder:
         ConfigurationError
             For a loss or an optimizer option other than the run's parameters.
         """
-        own = self._trainer.service_options()
+        run_options = self._trainer.service_options()
         differing = [
-            f"{name} is {value} and {own[name]} in the parameters"
+            f"{name} is {value} and {run_options[name]} in the parameters"
             for name, value in {"loss_fn": loss_fn, **options}.items()
-            if name in own and value != own[name]
+            if name in run_options and value != run_options[name]
         ]
         if differing:
             raise ConfigurationError(

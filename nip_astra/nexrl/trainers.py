@@ -104,7 +104,7 @@ class NexRLTrainer(ServiceTrainer, NexRLModule):
         self._handed_over = None
         # The loop collects without gradients, and a trainer may learn by itself.
         with torch.enable_grad():
-            metrics = self.train([Trajectory.from_core(one) for one in trajectories])
+            metrics = self.train([Trajectory.from_core(trajectory) for trajectory in trajectories])
         return self._handed_over or [], dict(metrics or {})
 
     def learnt_samples(self, batch: CoreBatch) -> list[Sample]:
@@ -178,8 +178,8 @@ def on_core(hook: Callable[..., list[Any]]) -> Any:
     def prepare(
         self: Any, trajectories: Sequence[AnyTrajectory], metrics: dict[str, Any]
     ) -> list[Trajectory]:
-        prepared = hook(self, [as_core(one) for one in trajectories], metrics)
-        return [Trajectory.from_core(one) for one in prepared]
+        prepared = hook(self, [as_core(trajectory) for trajectory in trajectories], metrics)
+        return [Trajectory.from_core(trajectory) for trajectory in prepared]
 
     return prepare
 
@@ -214,7 +214,7 @@ class SelfHostedTrainer(NexRLTrainer, self_hosted.SelfHostedTrainer):
         """Prepare a batch of trajectories, and hand it to the loop."""
         if trajectories is None:
             return ServiceTrainer.train(self)
-        core = [one.to_core() for one in trajectories]
+        core = [trajectory.to_core() for trajectory in trajectories]
         self._handed_over, metrics = self_hosted.SelfHostedTrainer.prepare(self, core)
         return metrics
 
@@ -280,18 +280,18 @@ class RemoteApiTrainer(NexRLTrainer, remote_api.RemoteApiTrainer):
         """Prepare trajectories, and hand them to the loop."""
         if trajectories is None:
             return ServiceTrainer.train(self)
-        core = [one.to_core() for one in trajectories]
+        core = [trajectory.to_core() for trajectory in trajectories]
         self._handed_over, metrics = remote_api.RemoteApiTrainer.prepare(self, core)
         return metrics
 
     def _call_hook(
         self, trajectories: list[trajectories_here.Trajectory], metrics: dict[str, Any]
     ) -> list[trajectories_here.Trajectory]:
-        given = [Trajectory.from_core(one) for one in trajectories]
-        prepared: Any = self._prepare_trajectories(given, metrics)  # type: ignore[arg-type]
+        their_trajectories = [Trajectory.from_core(trajectory) for trajectory in trajectories]
+        prepared: Any = self._prepare_trajectories(their_trajectories, metrics)  # type: ignore[arg-type]
         if not isinstance(prepared, list):
             return prepared  # type: ignore[no-any-return]  # reported by the check
-        return [one.to_core() if isinstance(one, Trajectory) else one for one in prepared]
+        return [as_core(trajectory) for trajectory in prepared]
 
 
 class GrpoTrajectoryParameters(remote_api.RemoteApiGrpoTrainer.Parameters, TrajectoryParameters):

@@ -182,7 +182,7 @@ class TensorDictEnvironment(ProtocolEnvironment):
         turns = frame["round"], frame["seed"]
         active_BAC = self.protocol.active_mask(*turns)
         following = dict(frame)
-        following |= self._messages("", frame, symbols_BACP, active_BAC)
+        following |= self.record_messages("", frame, symbols_BACP, active_BAC)
         following["round"] = frame["round"] + 1
         done_B, agent_done_BA, terminated_B, reward_BA = (
             self.protocol_handler.step_interaction_protocol(tensordict)
@@ -240,7 +240,7 @@ def our_frame(data: TensorDictBase, environment: TensorDictEnvironment) -> dict[
     if space.num_linear_symbols and "linear_message_history" not in keys:
         shape = (*frame["message_history"].shape[:-1], space.num_linear_symbols)
         frame["linear_message_history"] = torch.zeros(shape, device=device)
-    return frame | environment._turns(frame)
+    return frame | environment.turn_masks(frame)
 
 
 def dataset_of(environment: TensorDictEnvironment) -> TensorDict:

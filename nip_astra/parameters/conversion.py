@@ -61,6 +61,7 @@ RENAMED: dict[str, Move] = {
     "*.policy_loss.dual_clip": {
         "*.policy_loss.loss_options": lambda c: {} if c is None else {"dual_clip": c}
     },
+    "*.train_service.patience_seconds": "*.train_service.retry_timeout_seconds",
     "*.policy_loss.kl_weight": "*.policy_loss.kl.weight",
     "*.policy_loss.kl_value": "*.policy_loss.kl.value",
     "*.policy_loss.kl_gradient": "*.policy_loss.kl.gradient",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.parameters_base import (
@@ -15,6 +15,7 @@ from nip_astra.parameters.parameters_base import (
     SubParameters,
 )
 from nip_astra.registry import Registry
+from nip_astra.tracking.figure_names import current_figure_name
 
 _OPTIMIZERS = (
     *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw"),
@@ -82,6 +83,11 @@ class TrainingConfiguration(SubParameters):
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Number of consecutive dev evaluations without improvement after which training stops; null
     trains to the end."""
+
+    @field_validator("dev_metric")
+    @classmethod
+    def _has_current_name(cls, dev_metric: str) -> str:
+        return current_figure_name(dev_metric)
 
     @model_validator(mode="after")
     def _can_stop_early(self) -> Self:

@@ -66,8 +66,10 @@ class NipProtocol(DeterministicSingleVerifierProtocolHandler):
         """Length of conversations."""
 
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        # Both are true for the verifier that moves first, and false for the prover that does.
         is_first_mover = (agent_name == "verifier") == self.common.verifier_first
-        return round_index % 2 == (0 if is_first_mover else 1)
+        first_round = 0 if is_first_mover else 1
+        return round_index % 2 == first_round
 
 
 @register_protocol_handler(InteractionProtocolType.MERLIN_ARTHUR)
@@ -90,8 +92,10 @@ class MerlinArthurProtocol(DeterministicSingleVerifierProtocolHandler):
         return agent_name == ("prover0", "verifier")[round_index]
 
     def active_table(self) -> Tensor:
+        # An order for even seeds, and one for odd seeds with the provers swapped.
         even_ORAC = super().active_table()
-        return torch.cat([even_ORAC, even_ORAC[:, :, [1, 0, 2]]])
+        odd_ORAC = even_ORAC[:, :, [1, 0, 2]]
+        return torch.cat([even_ORAC, odd_ORAC])
 
 
 TWO_PROVER_AGENTS = ("prover0", "prover1", "verifier")
@@ -122,7 +126,9 @@ class TwoProverProtocol(DeterministicSingleVerifierProtocolHandler):
                 turns.reverse()
         turns.insert(0 if self.common.verifier_first else len(turns), ("verifier",))
         is_turn = agent_name in turns[round_index % len(turns)]
-        return is_turn and agent_name in ("verifier", channel_name.removesuffix("_channel"))
+        # The verifier asks both; a prover sends in its own channel only.
+        channel_owner = channel_name.removesuffix("_channel")
+        return is_turn and agent_name in ("verifier", channel_owner)
 
 
 @register_protocol_handler(InteractionProtocolType.DEBATE)

@@ -110,13 +110,14 @@ def _refuse(handler: ProtocolHandler, faults: Iterable[str]) -> None:
 
 def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
     agents, channels = handler.agent_names, handler.message_channel_names
-    for what, names in (("agent_names", agents), ("message_channel_names", channels)):
+    for attribute, names in (("agent_names", agents), ("message_channel_names", channels)):
         if isinstance(names, str) or not names:
-            yield f"{what} is {names!r}. Give a tuple with at least one name."
+            yield f"{attribute} is {names!r}. Give a tuple with at least one name."
         elif len(set(names)) < len(names):
-            yield f"{what} {tuple(names)} has a duplicate. Give unique names."
+            yield f"{attribute} {tuple(names)} has a duplicate. Give unique names."
     for name in agents:
-        if not isinstance(name, str) or not name or {".", "/"} & set(name):
+        is_file_name = isinstance(name, str) and name and not {".", "/"} & set(name)
+        if not is_file_name:
             yield f"agent_names has {name!r}. Files have this name: omit dots and slashes."
     for pair in handler.agent_channel_visibility:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -147,39 +148,45 @@ def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
         if agent not in agents:
             yield _unknown("verifier_names", "agent", agent, agents)
 
-    longest, shortest = handler.max_message_rounds, handler.min_message_rounds
-    are_counts = isinstance(shortest, int) and isinstance(longest, int)
-    if not (are_counts and 1 <= shortest <= longest):
+    min_rounds = handler.min_message_rounds
+    max_rounds = handler.max_message_rounds
+    are_counts = isinstance(min_rounds, int) and isinstance(max_rounds, int)
+    if not (are_counts and 1 <= min_rounds <= max_rounds):
         yield (
-            f"min_message_rounds={shortest!r} and max_message_rounds={longest!r}. Give integers, 1 "
-            "<= min <= max."
+            f"min_message_rounds={min_rounds!r} and max_message_rounds={max_rounds!r}. Give "
+            "integers, 1 <= min <= max."
         )
 
 
-def _unknown(where: str, what: str, name: str, known: Sequence[str]) -> str:
-    return f"{where} names the {what} {name!r}. Known: {', '.join(known) or 'none'}."
+def _unknown(attribute: str, kind: str, name: str, valid_names: Sequence[str]) -> str:
+    return f"{attribute} names the {kind} {name!r}. Known: {', '.join(valid_names) or 'none'}."
 
 
 def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[str]:
     """Yield agents that send in channels they cannot see, and verifiers that cannot decide."""
     shape = (handler.max_message_rounds, handler.num_agents, handler.num_channels)
-    if active_ORAC.dim() != 4 or not len(active_ORAC) or tuple(active_ORAC.shape[1:]) != shape:
+    has_orders = active_ORAC.dim() == 4 and len(active_ORAC) > 0
+    if not has_orders or tuple(active_ORAC.shape[1:]) != shape:
         yield (
             f"active_table has the shape {list(active_ORAC.shape)}. Return [orders, rounds, "
             f"agents, channels], here [at least 1, {', '.join(map(str, shape))}]."
         )
         return
+    # An agent would send without reading the answers.
     sends_AC = active_ORAC.any(0).any(0)
-    blind_AC = sends_AC & ~handler.visibility_AC
-    for a, c in blind_AC.nonzero().tolist():
-        agent, channel = handler.agent_names[a], handler.message_channel_names[c]
+    sends_unseen_AC = sends_AC & ~handler.visibility_AC
+    for agent_index, channel_index in sends_unseen_AC.nonzero().tolist():
+        agent = handler.agent_names[agent_index]
+        channel = handler.message_channel_names[channel_index]
         yield (
             f"{agent!r} sends in the channel {channel!r}, which it does not see. Add "
             f"({agent!r}, {channel!r}) to agent_channel_visibility, or make it inactive there."
         )
     for name in handler.verifier_names:
         has_turn_OR = active_ORAC[:, :, handler.agent_names.index(name)].any(-1)
-        if not has_turn_OR[:, handler.min_message_rounds - 1 :].any(-1).all():
+        # Rounds in which a decision counts; in each order of turns there must be one.
+        can_decide_O = has_turn_OR[:, handler.min_message_rounds - 1 :].any(-1)
+        if not can_decide_O.all():
             yield (
                 f"{name!r} cannot decide: it is inactive in the rounds "
                 f"{handler.min_message_rounds} to {handler.max_message_rounds}. Raise "
@@ -190,28 +197,35 @@ def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[
 def _faults_of_rewards(
     handler: ProtocolHandler, rewards_XA: Sequence[Sequence[object]]
 ) -> Iterator[str]:
-    for name, rewards_X in zip(handler.agent_names, zip(*rewards_XA, strict=True), strict=True):
-        for result, reward in zip(RoundResult, rewards_X, strict=True):
+    rewards_AX = list(zip(*rewards_XA, strict=True))
+    for name, rewards_X in zip(handler.agent_names, rewards_AX, strict=True):
+        for round_result, reward in zip(RoundResult, rewards_X, strict=True):
             if not isinstance(reward, Real) or not math.isfinite(reward):
-                yield f"reward({name!r}, {result.name}) is {reward!r}. Give a finite number."
+                yield f"reward({name!r}, {round_result.name}) is {reward!r}. Give a finite number."
+                # The first one of an agent shows the mistake.
                 break
 
 
 def _build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTables:
-    active_ORAC = torch.cat([active_ORAC, torch.zeros_like(active_ORAC[:, :1])], dim=1)
+    # The row after the last round: episodes that have ended look it up until all have.
+    ended_O1AC = torch.zeros_like(active_ORAC[:, :1])
+    active_ORAC = torch.cat([active_ORAC, ended_O1AC], dim=1)
     is_prover_A = torch.tensor([name in handler.prover_names for name in handler.agent_names])
     is_verifier_A = torch.tensor([name in handler.verifier_names for name in handler.agent_names])
-    counts_R = torch.arange(active_ORAC.shape[1]) >= handler.min_message_rounds - 1
+    decision_counts_R = torch.arange(active_ORAC.shape[1]) >= handler.min_message_rounds - 1
     has_turn_ORA = active_ORAC.any(-1)
+    can_decide_ORA = has_turn_ORA & is_verifier_A & decision_counts_R[:, None]
+    # A prover answers the verifier's last message; before that, any last message.
     question_ORC = _last_before(active_ORAC[:, :, is_verifier_A].any(2))
     message_ORC = _last_before(active_ORAC.any(2))
+    question_round_ORC = torch.where(question_ORC < 0, message_ORC, question_ORC)
     return ProtocolTables(
         active_ORAC,
-        has_turn_ORA & is_verifier_A & counts_R[:, None],
+        can_decide_ORA,
         has_turn_ORA,
         is_prover_A,
         is_verifier_A,
-        torch.where(question_ORC < 0, message_ORC, question_ORC).clamp(min=0),
+        question_round_ORC.clamp(min=0),
     )
 
 
@@ -219,38 +233,44 @@ def _last_before(happens_ORC: Tensor) -> Tensor:
     """Return the last True round before each round, -1 if there is none."""
     rounds_R1 = torch.arange(happens_ORC.shape[1])[:, None]
     latest_ORC = torch.where(happens_ORC, rounds_R1, -1).cummax(1).values
-    return torch.cat([torch.full_like(latest_ORC[:, :1], -1), latest_ORC[:, :-1]], 1)
+    # Shifted by a round: the round itself is not before it.
+    none_before_O1C = torch.full_like(latest_ORC[:, :1], -1)
+    return torch.cat([none_before_O1C, latest_ORC[:, :-1]], 1)
 
 
 def _describe_tables(handler: ProtocolHandler, tables: ProtocolTables) -> str:
-    active_ORAC, can_decide_ORA = tables.active_ORAC, tables.can_decide_ORA
-
-    def names(channels: list[int]) -> list[str]:
-        return [handler.message_channel_names[c] for c in channels]
-
-    seen = [
-        f"{agent} sees {', '.join(names(handler.visible_channels(agent))) or 'nothing'}"
-        for agent in handler.agent_names
-    ]
-    blocks = ["\n".join(seen)]
-    num_orders = len(active_ORAC)
+    channel_names = handler.message_channel_names
+    visibility_lines = []
+    for agent in handler.agent_names:
+        channels = [channel_names[index] for index in handler.visible_channels(agent)]
+        visibility_lines.append(f"{agent} sees {', '.join(channels) or 'nothing'}")
+    blocks = ["\n".join(visibility_lines)]
+    num_orders = len(tables.active_ORAC)
     for order in range(num_orders):
         rows = [["round", *handler.agent_names]]
-        for r in range(handler.max_message_rounds):
-            cells = []
-            for a in range(handler.num_agents):
-                words = names(active_ORAC[order, r, a].nonzero().flatten().tolist())
-                decides = ["decides"] if can_decide_ORA[order, r, a] else []
-                cells.append(", ".join([*words, *decides]) or "-")
-            rows.append([str(r), *cells])
-        head = [f"episodes with seed % {num_orders} = {order}:"] if num_orders > 1 else []
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        blocks.append("\n".join([*head, *lines]))
+        for round_index in range(handler.max_message_rounds):
+            row = [str(round_index)]
+            for agent_index in range(handler.num_agents):
+                active_C = tables.active_ORAC[order, round_index, agent_index]
+                actions = [channel_names[index] for index in active_C.nonzero().flatten().tolist()]
+                if tables.can_decide_ORA[order, round_index, agent_index]:
+                    actions.append("decides")
+                row.append(", ".join(actions) or "-")
+            rows.append(row)
+        lines = _align_columns(rows)
+        if num_orders > 1:
+            lines.insert(0, f"episodes with seed % {num_orders} = {order}:")
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 class ProtocolHandler(ABC):
@@ -295,10 +315,14 @@ class ProtocolHandler(ABC):
         self.common = hyper_params.protocol_common
         self.parameters = parameters
         _refuse(self, _faults_of_names(self))
-        visible = set(self.agent_channel_visibility)
-        self.visibility_AC = torch.tensor(
-            [[(a, c) in visible for c in self.message_channel_names] for a in self.agent_names]
-        )
+        visible_pairs = set(self.agent_channel_visibility)
+        visibility_AC = []
+        for agent in self.agent_names:
+            visibility_AC.append(
+                [(agent, channel) in visible_pairs for channel in self.message_channel_names]
+            )
+        self.visibility_AC = torch.tensor(visibility_AC)
+        # After the names, which the table is checked against.
         active_ORAC = self.active_table()
         _refuse(self, _faults_of_turns(self, active_ORAC))
         self._tables = {active_ORAC.device: _build_tables(self, active_ORAC)}
@@ -357,12 +381,13 @@ class ProtocolHandler(ABC):
     @property
     def stackelberg_sequence(self) -> tuple[tuple[str, ...], ...]:
         """Groups of agents, leaders first: the verifiers, then all others."""
-        others = tuple(name for name in self.agent_names if name not in self.verifier_names)
-        return (self.verifier_names, others) if others else (self.verifier_names,)
+        followers = tuple(name for name in self.agent_names if name not in self.verifier_names)
+        return (self.verifier_names, followers) if followers else (self.verifier_names,)
 
     def visible_channels(self, agent_name: str) -> list[int]:
         """Return the indices of the channels that an agent sees, in order."""
-        return self.visibility_AC[self.agent_names.index(agent_name)].nonzero().flatten().tolist()
+        visibility_C = self.visibility_AC[self.agent_names.index(agent_name)]
+        return visibility_C.nonzero().flatten().tolist()
 
     def has_decision_logits(self, agent_name: str) -> bool:
         """Return whether an agent's policy has a distribution over decisions."""
@@ -506,9 +531,11 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
     def __init__(self, hyper_params: HyperParameters, parameters: Any) -> None:
         super().__init__(hyper_params, parameters)
         self._verifier = self.agent_names.index(self.verifier_names[0])
-        rewards = [[self.reward(name, one) for name in self.agent_names] for one in RoundResult]
-        _refuse(self, _faults_of_rewards(self, rewards))
-        self._reward_XA = torch.tensor(rewards, dtype=torch.float32)
+        rewards_XA = []
+        for round_result in RoundResult:
+            rewards_XA.append([self.reward(name, round_result) for name in self.agent_names])
+        _refuse(self, _faults_of_rewards(self, rewards_XA))
+        self._reward_XA = torch.tensor(rewards_XA, dtype=torch.float32)
 
     @abstractmethod
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
@@ -517,51 +544,73 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
     def reward(self, agent_name: str, result: RoundResult) -> float:
         """Return an agent's reward for a round's result; evaluated once, on construction."""
         common = self.common
-        right, wrong = common.verifier_reward, common.verifier_incorrect_penalty
         is_prover = agent_name in self.prover_names
         if agent_name in self.verifier_names or (is_prover and common.shared_reward):
-            passed, late = common.verifier_no_guess_reward, common.verifier_terminated_penalty
-            return (0.0, passed, late, wrong, right, wrong, right)[result]
-        paying = [RoundResult.WRONG_ACCEPT, RoundResult.RIGHT_ACCEPT]
+            verifier_rewards = {
+                RoundResult.NOTHING: 0.0,
+                RoundResult.PASSED: common.verifier_no_guess_reward,
+                RoundResult.OUT_OF_ROUNDS: common.verifier_terminated_penalty,
+                RoundResult.WRONG_REJECT: common.verifier_incorrect_penalty,
+                RoundResult.RIGHT_REJECT: common.verifier_reward,
+                RoundResult.WRONG_ACCEPT: common.verifier_incorrect_penalty,
+                RoundResult.RIGHT_ACCEPT: common.verifier_reward,
+            }
+            return verifier_rewards[result]
+        # A prover gains by the decision alone, whether or not it is right.
+        rewarded_results = [RoundResult.WRONG_ACCEPT, RoundResult.RIGHT_ACCEPT]
         if self.favoured_decisions.get(agent_name, ACCEPT) == REJECT:
-            paying = [RoundResult.WRONG_REJECT, RoundResult.RIGHT_REJECT]
-        return common.prover_reward if is_prover and result in paying else 0.0
+            rewarded_results = [RoundResult.WRONG_REJECT, RoundResult.RIGHT_REJECT]
+        return common.prover_reward if is_prover and result in rewarded_results else 0.0
 
     def active_table(self) -> Tensor:
-        active_RAC = [
-            [
-                [bool(self.is_agent_active(agent, r, c)) for c in self.message_channel_names]
-                for agent in self.agent_names
-            ]
-            for r in range(self.max_message_rounds)
-        ]
+        active_RAC: list[list[list[bool]]] = []
+        for round_index in range(self.max_message_rounds):
+            active_AC = []
+            for agent in self.agent_names:
+                active_C = [
+                    bool(self.is_agent_active(agent, round_index, channel))
+                    for channel in self.message_channel_names
+                ]
+                active_AC.append(active_C)
+            active_RAC.append(active_AC)
+        # One order of turns for all episodes.
         return torch.tensor([active_RAC])
 
     def step(
         self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> ProtocolStep:
-        verifier, tables = self._verifier, self._tables_on(round_E.device)
+        verifier = self._verifier
+        tables = self._tables_on(round_E.device)
         had_decided_E = agent_decided_EA[:, verifier]
         can_decide_E = self.can_decide(round_E, seed_E, agent_decided_EA)[:, verifier]
-        chosen_E, forced = moves.decision_EA[:, verifier], self.common.force_guess
-        if forced is not None:
-            chosen_E = y_E if forced == "y" else torch.full_like(chosen_E, FORCED_DECISIONS[forced])
+        chosen_E = moves.decision_EA[:, verifier]
+        forced = self.common.force_guess
+        if forced == "y":
+            chosen_E = y_E
+        elif forced is not None:
+            chosen_E = torch.full_like(chosen_E, FORCED_DECISIONS[forced])
+        # A decision in a round in which it does not count is ignored.
         decision_E = torch.where(can_decide_E, chosen_E, CONTINUE)
         is_made_E = decision_E != CONTINUE
-        is_decided_E = is_made_E | had_decided_E
-        is_out_of_rounds_E = (round_E == self.max_message_rounds - 1) & ~is_decided_E
+        has_decided_E = is_made_E | had_decided_E
+        is_last_E = round_E == self.max_message_rounds - 1
+        is_out_of_rounds_E = is_last_E & ~has_decided_E
         has_turn_EA = self._look_up(tables.has_turn_ORA, round_E, seed_E)
         is_passed_E = has_turn_EA[:, verifier] & ~had_decided_E
-        result_E = torch.where(
-            is_made_E,
-            RoundResult.WRONG_REJECT + 2 * decision_E + (decision_E == y_E),
-            torch.where(is_out_of_rounds_E, RoundResult.OUT_OF_ROUNDS, is_passed_E.long()),
+        # By the order of `RoundResult`: NOTHING is 0 and PASSED 1; then come both results of a
+        # rejection (decision 0), then those of an acceptance, the wrong one first.
+        undecided_result_E = torch.where(
+            is_out_of_rounds_E, RoundResult.OUT_OF_ROUNDS, is_passed_E.long()
         )
+        is_right_E = decision_E == y_E
+        decided_result_E = RoundResult.WRONG_REJECT + 2 * decision_E + is_right_E
+        result_E = torch.where(is_made_E, decided_result_E, undecided_result_E)
         self._reward_XA = self._reward_XA.to(round_E.device)
+        decides_now_EA = is_made_E[:, None] & tables.is_verifier_A
         return ProtocolStep(
             reward_EA=self._reward_XA[result_E],
-            has_decided_E=is_decided_E,
+            has_decided_E=has_decided_E,
             is_out_of_rounds_E=is_out_of_rounds_E,
-            agent_decided_EA=agent_decided_EA | (is_made_E[:, None] & tables.is_verifier_A),
+            agent_decided_EA=agent_decided_EA | decides_now_EA,
             decision_E=decision_E,
         )

@@ -61,7 +61,9 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
         self.zk = hyper_params.zk_protocol
         self._num_base = base.num_agents
         self._verifier = base.agent_names.index(base.verifier_names[0])
-        self._adversary, self._simulator = base.num_agents, base.num_agents + 1
+        # Behind the base protocol's agents, in the order of `agent_names`.
+        self._adversary = base.num_agents
+        self._simulator = base.num_agents + 1
         super().__init__(hyper_params, base.parameters)
 
     @property
@@ -124,15 +126,18 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
     def active_table(self) -> Tensor:
         base_ORAC = self.base.active_table()
         verifier_ORC = base_ORAC[:, :, self._verifier]
-        is_verifier_A1 = torch.tensor(
-            [n in self.base.verifier_names for n in self.base.agent_names]
-        )[:, None]
+        is_verifier_A = torch.tensor(
+            [name in self.base.verifier_names for name in self.base.agent_names]
+        )
+        provers_ORAC = base_ORAC & ~is_verifier_A[:, None]
         empty_ORAC = torch.zeros_like(base_ORAC)
         empty_ORC = torch.zeros_like(verifier_ORC)
-        base_agents = torch.cat([base_ORAC, base_ORAC & ~is_verifier_A1, empty_ORAC], -1)
-        adversary = torch.cat([empty_ORC, verifier_ORC, empty_ORC], -1)
-        simulator = torch.cat([empty_ORC, empty_ORC, verifier_ORC], -1)
-        return torch.cat([base_agents, adversary[:, :, None], simulator[:, :, None]], 2)
+        # By channel: standard, adversarial and simulator, as in `CHANNEL_KINDS`.
+        base_agents_ORAC = torch.cat([base_ORAC, provers_ORAC, empty_ORAC], -1)
+        adversary_ORC = torch.cat([empty_ORC, verifier_ORC, empty_ORC], -1)
+        simulator_ORC = torch.cat([empty_ORC, empty_ORC, verifier_ORC], -1)
+        agents = [base_agents_ORAC, adversary_ORC[:, :, None], simulator_ORC[:, :, None]]
+        return torch.cat(agents, 2)
 
     def active_mask(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
@@ -142,51 +147,52 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
             return active_EAC
         # A verifier's decision ends its conversation for all participants.
         owners = [self._verifier, self._adversary, self._simulator]
-        is_closed_EC = agent_decided_EA[:, owners].repeat_interleave(self.base.num_channels, dim=1)
+        has_decided_E3 = agent_decided_EA[:, owners]
+        is_closed_EC = has_decided_E3.repeat_interleave(self.base.num_channels, dim=1)
         return active_EAC & ~is_closed_EC[:, None]
 
     def step(
         self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> ProtocolStep:
-        n = self._num_base
-        base = self.base.step(
-            round_E, seed_E, y_E, agent_decided_EA[:, :n], self._moves_of_base(moves)
-        )
+        num_base = self._num_base
+        base_decided_EA = agent_decided_EA[:, :num_base]
+        base_moves = self._select_base_moves(moves)
+        base = self.base.step(round_E, seed_E, y_E, base_decided_EA, base_moves)
         can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
-        is_made_E = can_decide_EA[:, self._adversary] & (
-            moves.decision_EA[:, self._adversary] != CONTINUE
-        )
+        wants_to_decide_E = moves.decision_EA[:, self._adversary] != CONTINUE
+        is_made_E = can_decide_EA[:, self._adversary] & wants_to_decide_E
         adversary_decided_E = agent_decided_EA[:, self._adversary] | is_made_E
+        # Its gradient flows through `logit_reward` instead.
         likeness_E = self.likeness(round_E, seed_E, agent_decided_EA, moves).detach()
         has_decided_E = base.agent_decided_EA[:, self._verifier] & adversary_decided_E
         is_last_E = round_E == self.max_message_rounds - 1
+        # The simulator, which decides nothing, ends with the adversarial verifier.
+        both_decided_E2 = adversary_decided_E[:, None].expand(-1, 2)
         return ProtocolStep(
             reward_EA=self._rewards(base.reward_EA, likeness_E),
             has_decided_E=has_decided_E,
             is_out_of_rounds_E=is_last_E & ~has_decided_E,
-            agent_decided_EA=torch.cat(
-                [base.agent_decided_EA, adversary_decided_E[:, None].expand(-1, 2)], 1
-            ),
+            agent_decided_EA=torch.cat([base.agent_decided_EA, both_decided_E2], 1),
             decision_E=base.decision_E,
         )
 
     def _rewards(self, base_EA: Tensor, likeness_E: Tensor) -> Tensor:
         simulator_E = self.zk.simulator_reward_coefficient * likeness_E
         is_prover_A = self._tables_on(base_EA.device).is_prover_A[: self._num_base]
-        for_provers_E = self.zk.aux_prover_reward_coefficient * simulator_E
-        base_EA = base_EA + for_provers_E[:, None] * is_prover_A
+        prover_bonus_E = self.zk.aux_prover_reward_coefficient * simulator_E
+        base_EA = base_EA + prover_bonus_E[:, None] * is_prover_A
+        # The adversarial verifier pays what the simulator gains.
         return torch.cat([base_EA, -simulator_E[:, None], simulator_E[:, None]], 1)
 
-    def _moves_of_base(self, moves: Moves) -> Moves:
-        n = self._num_base
+    def _select_base_moves(self, moves: Moves) -> Moves:
+        """Return the moves of the base protocol's agents in its channels, the first ones."""
+        num_base = self._num_base
+        base_decision_EA = moves.decision_EA[:, :num_base]
         if not self.base.needs_logits:
-            return Moves(moves.decision_EA[:, :n])
-        message_logits, decision_logits = _logits_of(moves)
-        return Moves(
-            moves.decision_EA[:, :n],
-            message_logits[:, :n, : self.base.num_channels],
-            decision_logits[:, :n],
-        )
+            return Moves(base_decision_EA)
+        message_logits, decision_logits = _require_logits(moves)
+        base_message_logits = message_logits[:, :num_base, : self.base.num_channels]
+        return Moves(base_decision_EA, base_message_logits, decision_logits[:, :num_base])
 
     def likeness(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor, moves: Moves
@@ -195,22 +201,30 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
 
         Gradients flow into the logits of both. Parameters are those of `step`.
         """
-        message_logits, decision_logits = _logits_of(moves)
+        message_logits, decision_logits = _require_logits(moves)
         active_EAC = self.active_mask(round_E, seed_E, agent_decided_EA)
         can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
-        n, adversary, simulator = self.base.num_channels, self._adversary, self._simulator
-        return _cosine(
-            message_logits[:, adversary, n : 2 * n],
-            message_logits[:, simulator, 2 * n :],
-            active_EAC[:, adversary, n : 2 * n, None, None],
-        ) + _cosine(
+        adversary = self._adversary
+        simulator = self._simulator
+        num_channels = self.base.num_channels
+        # The second third of the channels, and the last one.
+        adversarial = slice(num_channels, 2 * num_channels)
+        simulated = slice(2 * num_channels, None)
+        message_similarity_E = _cosine(
+            message_logits[:, adversary, adversarial],
+            message_logits[:, simulator, simulated],
+            active_EAC[:, adversary, adversarial, None, None],
+        )
+        decision_similarity_E = _cosine(
             decision_logits[:, adversary],
             decision_logits[:, simulator],
             can_decide_EA[:, adversary, None],
         )
+        return message_similarity_E + decision_similarity_E
 
 
-def _logits_of(moves: Moves) -> tuple[Tensor, Tensor]:
+def _require_logits(moves: Moves) -> tuple[Tensor, Tensor]:
+    """Return the logits of messages and decisions, float32; raise without them."""
     if moves.message_logits_EACPS is None or moves.decision_logits_EA3 is None:
         raise ConfigurationError(
             "the rewards of zero knowledge need the moves' logits. Give message_logits_EACPS and "
@@ -227,16 +241,18 @@ def _cosine(first: Tensor, second: Tensor, is_open: Tensor) -> Tensor:
     is open, or all alternatives of one are equally likely, it is 0 without gradient.
     """
 
-    def vector(logits: Tensor) -> Tensor:
+    def centre(logits: Tensor) -> Tensor:
         is_counted = is_open & (logits > IMPOSSIBLE)
         logits = torch.where(is_counted, logits, 0.0)
-        mean = logits.sum(-1, keepdim=True) / is_counted.sum(-1, keepdim=True).clamp(min=1)
+        count = is_counted.sum(-1, keepdim=True).clamp(min=1)
+        mean = logits.sum(-1, keepdim=True) / count
         return torch.where(is_counted, logits - mean, 0.0).flatten(1)
 
-    first_EF, second_EF = vector(first), vector(second)
+    first_EF = centre(first)
+    second_EF = centre(second)
     is_defined_E = first_EF.any(dim=1) & second_EF.any(dim=1)
     # At 0 the cosine has no direction: its gradient would be huge, and the second derivative NaN.
-    first_EF, second_EF = (
-        torch.where(is_defined_E[:, None], vector_EF, 1.0) for vector_EF in (first_EF, second_EF)
-    )
-    return torch.where(is_defined_E, cosine_similarity(first_EF, second_EF, dim=1), 0.0)
+    first_EF = torch.where(is_defined_E[:, None], first_EF, 1.0)
+    second_EF = torch.where(is_defined_E[:, None], second_EF, 1.0)
+    cosine_E = cosine_similarity(first_EF, second_EF, dim=1)
+    return torch.where(is_defined_E, cosine_E, 0.0)

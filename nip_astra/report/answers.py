@@ -61,7 +61,7 @@ ATTACKED = {
 }
 """Names in stress tests, in which an attacker succeeds if its target fails."""
 BADGES = {RIGHT: "right", WRONG: "wrong", UNKNOWN: "undecided"}
-BADGES |= {kind: "right" if is_right else "wrong" for (_, is_right), kind in KINDS.items()}
+BADGES |= {kind: "right" if is_correct else "wrong" for (_, is_correct), kind in KINDS.items()}
 BADGES |= {ATTACKED[kind]: {"right": "wrong", "wrong": "right"}[BADGES[kind]] for kind in ATTACKED}
 """Styles of the names; a success of an attacker is a failure of its target."""
 UNITS = {
@@ -79,7 +79,7 @@ class Side(NamedTuple):
     """An answer to a problem, or an episode about a datapoint."""
 
     label: str
-    is_right: bool | None
+    is_correct: bool | None
     reward: float | None
     facts: str
     messages: list[Message]
@@ -87,7 +87,7 @@ class Side(NamedTuple):
     @property
     def outcome(self) -> str:
         """Correctness in words."""
-        return {True: RIGHT, False: WRONG, None: UNKNOWN}[self.is_right]
+        return {True: RIGHT, False: WRONG, None: UNKNOWN}[self.is_correct]
 
 
 class Entry(NamedTuple):
@@ -247,7 +247,7 @@ def _paired(before: Sequence[Entry], after: Sequence[Entry], *, keeps_all: bool)
 
 def _majority(sides: Sequence[Side]) -> bool | None:
     """Return whether more than half of the sides with a verdict are right."""
-    known = [one.is_right for one in sides if one.is_right is not None]
+    known = [one.is_correct for one in sides if one.is_correct is not None]
     return 2 * sum(known) > len(known) if known else None
 
 
@@ -322,9 +322,9 @@ def _entry_of(node: Node, key: str, success: float | None, label: str, has_runs:
     own = next(
         (i for i, one in enumerate(messages) if one[0] in ("assistant", REASONING)), len(messages)
     )
-    is_right = node.is_right
-    if is_right is None and node.reward is not None and (success is not None or node.reward <= 1):
-        is_right = node.reward >= (1.0 if success is None else success)
+    is_correct = node.is_correct
+    if is_correct is None and node.reward is not None and (success is not None or node.reward <= 1):
+        is_correct = node.reward >= (1.0 if success is None else success)
     facts = "no reward" if node.reward is None else f"reward {decimal(node.reward)}"
     parts = [f"{words(name)} {decimal(value)}" for name, value in node.reward_parts.items()]
     prompt = messages[:own]
@@ -337,7 +337,7 @@ def _entry_of(node: Node, key: str, success: float | None, label: str, has_runs:
         prompt if len(prompt) > 1 else [],
         Side(
             label or (f"run {node.run + 1}" if has_runs else ""),
-            *(is_right, node.reward, ", ".join([facts, *parts]), messages[own:]),
+            *(is_correct, node.reward, ", ".join([facts, *parts]), messages[own:]),
         ),
     )
 
@@ -359,15 +359,15 @@ def _episode(row: Mapping[str, Any]) -> Entry:
     rewards = mapping(row.get("rewards"))
     facts = [decision_text or "no decision"]
     facts += [f"reward of {words(name)} {decimal(one)}" for name, one in rewards.items()]
-    stored = row.get("is_right")
-    is_right = stored if isinstance(stored, bool) else outcome_of(row) == RIGHT
+    stored = row.get("is_correct")
+    is_correct = stored if isinstance(stored, bool) else outcome_of(row) == RIGHT
     wanted = "" if label is None else DECISIONS.get(int(label), "")
     return Entry(
         f"{place}/{label}/{text(row.get('datapoint_hash'))}",
         " · ".join(texts) or f"datapoint {place}",
         f"right: {wanted}" if wanted else "",
         [],
-        Side("", is_right, None, ", ".join(facts), list(_moves(row))),
+        Side("", is_correct, None, ", ".join(facts), list(_moves(row))),
     )
 
 

@@ -16,8 +16,9 @@ from nip_astra.errors import RunDirectoryError
 from nip_astra.evaluation.outcomes import Outcome, outcome_of
 from nip_astra.parameters.conversion import current_name, with_new_names
 from nip_astra.tracking import run_directory as files
+from nip_astra.tracking.figure_names import with_current_names
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import METRICS_FILE, TIMINGS_FILE, present_name
+from nip_astra.tracking.tracker import METRICS_FILE, TIMINGS_FILE
 from nip_astra.utils.formatting import items as items
 from nip_astra.utils.formatting import mapping as mapping
 from nip_astra.utils.formatting import number as number
@@ -30,6 +31,8 @@ ANALYSES = "analyses/*/*.json"
 """Answers of a judge about rollouts."""
 CONVERSATION, TASK, PROTOCOL = "conversation", "task", "interaction_proof"
 """Kinds of run, as `results.json` names them."""
+OWN_LOOP = "own_loop"
+"""Kind in the results of a trainer with a loop of its own; its figures have any names."""
 MAX_ROWS = 200_000
 """Maximum rows read from one file; a report shows a sample of far fewer."""
 REGRESSION = "message_regression"
@@ -72,7 +75,7 @@ class Node:
     problem_hash: str = ""  # the same in tables of other splits; its number where unknown
     run: int = 0
     solution: str = ""
-    is_right: bool | None = None
+    is_correct: bool | None = None
     threshold: float | None = None  # from which a score is a failure; unknown: none is
 
     @property
@@ -270,10 +273,7 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
     if (directory.path / files.PARAMETER_SOURCES).exists():
         sources = reader.document(files.PARAMETER_SOURCES)
         run.sources = {current_name(n) or n: str(source) for n, source in sources.items()}
-    run.metrics = Columns(
-        {present_name(name): value for name, value in row.items()}
-        for row in reader.lines(METRICS_FILE)
-    )
+    run.metrics = Columns(reader.lines(METRICS_FILE))
     run.timings = Columns(reader.lines(TIMINGS_FILE, is_needed=False))
     if not has_tables:
         return run
@@ -356,7 +356,7 @@ class _Reader:
                     except (ValueError, RecursionError):
                         row = None
                     if isinstance(row, dict):
-                        yield row
+                        yield with_current_names(row)
                     else:
                         num_broken += 1
                 is_cut = num_rows == MAX_ROWS and bool(file.readline())
@@ -396,7 +396,7 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
     opening = next((content for role, content in messages if role == "user"), "")
     details = mapping(mapping(row.get("details")).get("rewards"))
     parts |= {name: number(value) for name, value in details.items()}
-    is_right, solution = row.get("is_right"), row.get("solution")
+    is_correct, solution = row.get("is_correct"), row.get("solution")
     return Node(
         step=_integer(row.get("step")) or 0,
         node=place["node"],
@@ -420,7 +420,7 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
         problem_hash=text(row.get("problem_hash")) or str(row.get("problem")),
         run=_integer(row.get("run")) or 0,
         solution="" if solution is None else value_text(solution),
-        is_right=is_right if isinstance(is_right, bool) else None,
+        is_correct=is_correct if isinstance(is_correct, bool) else None,
         threshold=threshold,
     )
 

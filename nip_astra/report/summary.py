@@ -197,8 +197,8 @@ def _task_sentence(before: Report, after: Report) -> str:
         if num_answers != num_problems:
             units = f"{counted(num_answers, 'answer')} to {problems}"
         verb = "are correct" if units != problems else "are answered correctly"
-        num_right = count(after.get("num_right"))
-        sentence = f"After training, {num_right} of {units} {verb} ({rates[1]})"
+        num_correct = count(after.get("num_correct"))
+        sentence = f"After training, {num_correct} of {units} {verb} ({rates[1]})"
     if number(before.get("accuracy")) is not None:
         counts = counts_text(before, "accuracy")
         sentence += f"; before, {counts} ({rates[0]})" if counts else f"; before, {rates[0]}"

@@ -14,7 +14,7 @@ from nip_astra.distributed.placement import PLACEMENT, Plan
 from nip_astra.errors import counted
 from nip_astra.evaluation.tables import lined_table, services_table
 from nip_astra.report import summary
-from nip_astra.report.records import PROTOCOL, RunRecord, words
+from nip_astra.report.records import OWN_LOOP, PROTOCOL, RunRecord, words
 from nip_astra.report.sections import planted
 from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
@@ -26,7 +26,9 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
     """Print the figures of `results.json` before and after training, warnings and paths."""
     run = RunRecord(run_path, results=dict(results))
     before, after = summary.measured(run)
-    if run.kind == PROTOCOL or (before and after):
+    if results.get("kind") == OWN_LOOP:
+        _print_figures({"before": before, "after": after}, console)
+    elif run.kind == PROTOCOL or (before and after):
         console.print(Text(_heading(run, before, after)))
         headings, rows = summary.main_table(run)
         left_out = {"target queries", "failing responses"}
@@ -106,6 +108,18 @@ def _print_placement(plans: Sequence[Plan], console: Console, price: float | Non
         "see doc/guides/scaling.md. torchrun divides updates and what language models play, actors "
         "of Ray the latter."
     )
+
+
+def _print_figures(figures_by_time: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """Print numbers by name, in a column for each measurement that has any."""
+    measured = {when: figures for when, figures in figures_by_time.items() if figures}
+    names = dict.fromkeys(name for figures in measured.values() for name in figures)
+    rows = []
+    for name in names:
+        values = [number(figures.get(name)) for figures in measured.values()]
+        if any(value is not None for value in values):
+            rows.append(Row(words(name), [decimal(value) for value in values]))
+    _print_table("", list(measured), rows, console)
 
 
 def _heading(run: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

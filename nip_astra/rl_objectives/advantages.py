@@ -65,16 +65,16 @@ class GroupAdvantages(NamedTuple):
     std_P: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """Return `grpo/advantage_{mean,std,min,max}` and `grpo/used_share` over samples, and
-        `grpo/num_groups`, `grpo/zero_variance_share` and `grpo/group_std_mean` over groups.
+        """Return `grpo/advantage_{mean,std,min,max}` and `grpo/used_fraction` over samples, and
+        `grpo/num_groups`, `grpo/zero_variance_fraction` and `grpo/group_std_mean` over groups.
         """
         used = self.advantages_N[self.is_used_N].double()
         figures = {"grpo/num_groups": float(len(self.std_P))}
         if len(self.std_P):
             figures |= {
-                "grpo/zero_variance_share": float(self.is_zero_variance_P.double().mean()),
+                "grpo/zero_variance_fraction": float(self.is_zero_variance_P.double().mean()),
                 "grpo/group_std_mean": float(self.std_P.mean()),
-                "grpo/used_share": float(self.is_used_N.float().mean()),
+                "grpo/used_fraction": float(self.is_used_N.float().mean()),
             }
         if len(used):
             figures |= {

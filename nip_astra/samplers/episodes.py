@@ -5,7 +5,7 @@ Shapes: E environments, T rounds played, A agents, C channels, P positions, S sy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -98,38 +98,47 @@ class EpisodeSampler:
         """Restore a `state`."""
         self.environment.load_state(state["environment"])
         self.generator.set_state(state["generator"])
-        device = self.environment.device
-        frame = state["frame"]
-        self._frame = None if frame is None else {k: v.to(device) for k, v in frame.items()}
+        self._frame = None
+        if state["frame"] is not None:
+            device = self.environment.device
+            self._frame = {name: column.to(device) for name, column in state["frame"].items()}
 
 
 def _assemble(
     frames: list[dict[str, Tensor]], moves: list[JointMoves], transitions: list[Transition]
 ) -> TensorDict:
     """Stack frames; the next observation of a frame shares memory with the following frame."""
-    seen = {name: torch.stack([f[name] for f in frames], dim=1) for name in frames[0]}
-    steps = [transition.step for transition in transitions]
-    done_ET1 = torch.stack([t.is_done_E for t in transitions], dim=1).unsqueeze(-1)
-    num_environments, num_steps = done_ET1.shape[:2]
-    batch_size = (num_environments, num_steps)
+
+    def stack(columns: Iterable[Tensor]) -> Tensor:
+        """Stack one tensor per round in the second dimension."""
+        return torch.stack(list(columns), dim=1)
+
+    # With one frame more than there are rounds: the observation after the last.
+    observations = {name: stack(frame[name] for frame in frames) for name in frames[0]}
+    done_ET1 = stack(transition.is_done_E for transition in transitions).unsqueeze(-1)
+    batch_size = done_ET1.shape[:2]
     agents = {
-        "decision": torch.stack([m.decision_BA for m in moves], dim=1),
-        "message": torch.stack([m.message_BACP for m in moves], dim=1),
-        "logprob": torch.stack([m.logprobs_BA for m in moves], dim=1),
-        "message_logits": torch.stack([m.message_logits_BACPS for m in moves], dim=1),
-        "decision_logits": torch.stack([m.decision_logits_BA3 for m in moves], dim=1),
+        "decision": stack(move.decision_BA for move in moves),
+        "message": stack(move.message_BACP for move in moves),
+        "logprob": stack(move.logprobs_BA for move in moves),
+        "message_logits": stack(move.message_logits_BACPS for move in moves),
+        "decision_logits": stack(move.decision_logits_BA3 for move in moves),
     }
     if moves[0].linear_BACP is not None:
-        linear = [m.linear_BACP for m in moves if m.linear_BACP is not None]
-        agents["linear_message"] = torch.stack(linear, dim=1)
-    reward_ETA1 = torch.stack([s.reward_EA for s in steps], dim=1).unsqueeze(-1)
-    following = {name: value[:, 1:] for name, value in seen.items()} | {
+        linear = [move.linear_BACP for move in moves if move.linear_BACP is not None]
+        agents["linear_message"] = stack(linear)
+    reward_ETA1 = stack(transition.step.reward_EA for transition in transitions).unsqueeze(-1)
+    content: dict[str, Any] = {}
+    next_content: dict[str, Any] = {}
+    for name, column in observations.items():
+        content[name] = column[:, :-1]
+        next_content[name] = column[:, 1:]
+    next_content |= {
         "agents": TensorDict({"reward": reward_ETA1}, batch_size=batch_size),
         "done": done_ET1,
         "terminated": done_ET1.clone(),
-        "decision": torch.stack([t.observation["decided"] for t in transitions], dim=1),
+        "decision": stack(transition.observation["decided"] for transition in transitions),
     }
-    content: dict[str, Any] = {name: value[:, :-1] for name, value in seen.items()}
     content["agents"] = TensorDict(agents, batch_size=batch_size)
-    content["next"] = TensorDict(following, batch_size=batch_size)
+    content["next"] = TensorDict(next_content, batch_size=batch_size)
     return TensorDict(content, batch_size=batch_size)

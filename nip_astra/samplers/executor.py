@@ -18,6 +18,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from pydantic import Field
 
+from nip_astra.call_outcomes import (
+    CallOutcomes,
+    KeptOutcome,
+    current_outcomes,
+    using_outcomes,
+)
 from nip_astra.distributed.team import Team
 from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
@@ -35,10 +41,15 @@ SMALLEST_PART = 64
 RUN_PARTS = "run_parts"
 """Name of the team's handler, `run_requested` of the trainer's sampler."""
 
+EARLIER_OUTCOMES = "earlier_outcomes"
+"""Entry of a request with the outcomes that an earlier process of the run has kept."""
+
 Part = TypeVar("Part")
 """Result of one part of a rollout, for instance a tree."""
 Rollout = TypeVar("Rollout")
 Agents = Sequence[Speaker | TextAttacker]
+WorkerOutcomes = tuple[list[str], list[KeptOutcome]]
+"""See `CallOutcomes.of_worker`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ class WorkerResult(NamedTuple, Generic[Part]):
     parts: list[Part]
     counts: list[TokenCount]
     num_truncated: list[int]
+    outcomes: WorkerOutcomes | None = None
+    """Outcomes of limited calls, from a process that cannot write those of the run."""
 
 
 # ---- how a rollout is split
@@ -132,10 +145,13 @@ class ForkedProcesses(Executor):
             if isinstance(model, TokenSampler):
                 model.open_session().close()
         runs = [call.run for call in calls]
-        shards = [runs[one.start : one.stop] for one in split_evenly(range(len(runs)), self.count)]
-        own, *others = call_at_once([partial(run_local, shard, agents) for shard in shards])
-        _add_counts(agents, others)
-        return [own, *others]
+        shards = []
+        for indices in split_evenly(range(len(runs)), self.count):
+            shards.append(partial(run_local, runs[indices.start : indices.stop], agents))
+        # The first shard is run here, where its work is counted already.
+        first_result, *forked_results = call_at_once(shards)
+        _add_counts(agents, forked_results)
+        return [first_result, *forked_results]
 
 
 class RayActors(Executor):
@@ -149,11 +165,15 @@ class RayActors(Executor):
         assert actors is not None
         models = [model for model in _models_of(agents) if not isinstance(model, ChatWork)]
         kept = [part for model in models for part in (*model.shared_parts(), model)]
-        wait = actors.begin([partial(run_local, [call.run], agents) for call in calls], kept)
+        earlier = _earlier_outcomes()
+        wait = actors.begin(
+            [partial(run_apart, [call.run], agents, earlier) for call in calls], kept
+        )
 
         def finish() -> list[WorkerResult[Part]]:
             results = wait()
             _add_counts(agents, results)
+            _adopt_outcomes(results)
             return results
 
         return finish
@@ -169,7 +189,10 @@ class TeamExecutor(Executor):
         shards = [
             calls[one.start : one.stop] for one in split_evenly(range(len(calls)), self.team.size)
         ]
-        requests = [[dict(call.request) for call in shard] for shard in shards]
+        earlier = _earlier_outcomes()
+        requests = [
+            [{**call.request, EARLIER_OUTCOMES: earlier} for call in shard] for shard in shards
+        ]
         replies = self.team.request(RUN_PARTS, requests)
         for rank, reply in enumerate(replies):
             if reply["failure"] is not None:
@@ -182,10 +205,12 @@ class TeamExecutor(Executor):
                 [call.from_plain(one) for call, one in zip(shard, reply["parts"], strict=True)],
                 [TokenCount(**count) for count in reply["counts"]],
                 reply["num_truncated"],
+                reply["outcomes"],
             )
             for shard, reply in zip(shards, replies, strict=True)
         ]
         _add_counts(calls[0].agents, results[1:])
+        _adopt_outcomes(results)
         return [one for one in results if one.parts]
 
 
@@ -220,6 +245,30 @@ def run_local(runs: Sequence[Callable[[], Part]], agents: Agents) -> WorkerResul
     return WorkerResult(parts, counts, [new - old for new, old in zip(after, before, strict=True)])
 
 
+def run_apart(
+    runs: Sequence[Callable[[], Part]], agents: Agents, earlier: Sequence[KeptOutcome]
+) -> WorkerResult[Part]:
+    """Run parts in a process that cannot write the run's files, and return outcomes with them."""
+    outcomes = CallOutcomes(earlier=earlier)
+    with using_outcomes(outcomes):
+        result = run_local(runs, agents)
+    return result._replace(outcomes=outcomes.of_worker())
+
+
+def _earlier_outcomes() -> list[KeptOutcome]:
+    """Return the outcomes that other processes may need in place of calling again."""
+    outcomes = current_outcomes()
+    return [] if outcomes is None else outcomes.remaining()
+
+
+def _adopt_outcomes(results: Sequence[WorkerResult[Any]]) -> None:
+    """Keep the outcomes of other processes."""
+    outcomes = current_outcomes()
+    for result in results:
+        if outcomes is not None and result.outcomes is not None:
+            outcomes.adopt(*result.outcomes)
+
+
 @torch.no_grad()
 def run_requested(
     call_of: Callable[[Mapping[str, Any]], PartCall[Any]], requests: Sequence[Mapping[str, Any]]
@@ -231,12 +280,14 @@ def run_requested(
     try:
         calls = [call_of(request) for request in requests]
         agents = calls[0].agents if calls else []
-        result = run_local([call.run for call in calls], agents)
+        earlier = [KeptOutcome(*kept) for kept in requests[0][EARLIER_OUTCOMES]] if calls else []
+        result = run_apart([call.run for call in calls], agents, earlier)
         return {
             "failure": None,
             "parts": [call.to_plain(one) for call, one in zip(calls, result.parts, strict=True)],
             "counts": [asdict(count) for count in result.counts],
             "num_truncated": result.num_truncated,
+            "outcomes": result.outcomes,
         }
     except NipAstraError as error:
         return {"failure": str(error)}
@@ -250,14 +301,14 @@ def run_requested(
 def _can_use_actors(agents: Agents) -> bool:
     if not are_actors_used():
         return False
-    others = [agent.role for agent in agents if not _can_be_copied(agent)]
-    if others:
-        _warn_of_idle_actors(", ".join(dict.fromkeys(others)))
-    return not others
+    roles = [agent.role for agent in agents if not _can_be_copied(agent)]
+    if roles:
+        _warn_about_idle_actors(", ".join(dict.fromkeys(roles)))
+    return not roles
 
 
 @cache
-def _warn_of_idle_actors(roles: str) -> None:
+def _warn_about_idle_actors(roles: str) -> None:
     logger.warning(
         "rollouts run in this process despite num_actors: the %s cannot be copied to another. "
         "Requests to a local chat model are still divided",
@@ -271,11 +322,14 @@ def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
 
 def _can_be_forked(agent: Speaker | TextAttacker) -> bool:
     # State of an agent of another class would be lost with the forked process.
+    if type(agent) is not ConversationAgent:
+        return False
     models = list(_models_of([agent]))
-    is_known = type(agent) is ConversationAgent and all(
-        getattr(model, "can_be_forked", False) for model in models
-    )
-    return is_known and max(model.num_parameters() for model in models) < SMALL_MODEL_PARAMETERS
+    if not all(getattr(model, "can_be_forked", False) for model in models):
+        return False
+    # A large model uses all cores by itself.
+    num_parameters = max(model.num_parameters() for model in models)
+    return num_parameters < SMALL_MODEL_PARAMETERS
 
 
 def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
@@ -346,9 +400,11 @@ class AsyncRollouts(Generic[Rollout]):
         max_staleness: int,
         num_iterations: int,
     ) -> None:
-        self.max_staleness, self.num_iterations = max_staleness, num_iterations
+        self.max_staleness = max_staleness
+        self.num_iterations = num_iterations
         self._begin_with_current_weights = begin
-        self._to_plain, self._from_plain = to_plain, from_plain
+        self._to_plain = to_plain
+        self._from_plain = from_plain
         self._pending: dict[int, _PendingRollout[Rollout]] = {}
 
     def take(self, iteration: int) -> tuple[Rollout, int]:
@@ -371,22 +427,22 @@ class AsyncRollouts(Generic[Rollout]):
 
     def wait(self) -> None:
         """Wait for all rollouts in progress and raise their errors."""
-        for number, pending in self._pending.items():
-            self._keep(number, pending.version, pending.wait())
+        for iteration, pending in self._pending.items():
+            self._store(iteration, pending.version, pending.wait())
 
-    def _keep(self, iteration: int, version: int, rollout: Rollout) -> None:
+    def _store(self, iteration: int, version: int, rollout: Rollout) -> None:
         self._pending[iteration] = _PendingRollout(version, lambda: rollout)
 
     def state(self) -> dict[int, Any]:
         """Return the unused rollouts, after waiting for those in progress."""
         self.wait()
-        return {
-            number: self._to_plain(pending.wait()) | {"version": pending.version}
-            for number, pending in self._pending.items()
-        }
+        state = {}
+        for iteration, pending in self._pending.items():
+            state[iteration] = self._to_plain(pending.wait()) | {"version": pending.version}
+        return state
 
     def load_state(self, state: Mapping[int, Any]) -> None:
         """Restore `state`."""
         self._pending = {}
-        for number, plain in state.items():
-            self._keep(number, plain["version"], self._from_plain(number, plain))
+        for iteration, plain in state.items():
+            self._store(iteration, plain["version"], self._from_plain(iteration, plain))

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from nip_astra.call_outcomes import call_position, using_outcomes
 from nip_astra.deadlines import call_in_threads
 from nip_astra.distributed.team import Team
 from nip_astra.errors import ContextLengthError, WorkerProcessError
@@ -123,17 +124,22 @@ class PlayedEpisode:
 
     def observe(self, messages: Sequence[Turn], *, has_template: bool) -> list[Turn]:
         """Add messages to the episode; return them as the policy reads them."""
-        introduction = "" if self.episode.messages or has_template else self.toolbox.introduction()
+        introduction = ""
+        if not self.episode.messages and not has_template:
+            # A template shows the tools itself.
+            introduction = self.toolbox.introduction()
         self.episode.messages += messages
-        read: list[Turn] = []
+        turns: list[Turn] = []
         for role, group in groupby(messages, key=lambda message: message.role):
-            turns = [Turn(role, one.text, calls=one.calls) for one in group]
+            group_turns = [Turn(role, message.text, calls=message.calls) for message in group]
             if role == "tool" and not has_template:
-                turns = [Turn("user", "\n".join(one.text for one in turns))]
-            read += turns
-        if read and introduction:
-            read[0] = replace(read[0], text=introduction + read[0].text)
-        return read
+                # Without a role for tools, all results are one message of the user.
+                text = "\n".join(turn.text for turn in group_turns)
+                group_turns = [Turn("user", text)]
+            turns += group_turns
+        if turns and introduction:
+            turns[0] = replace(turns[0], text=introduction + turns[0].text)
+        return turns
 
     @property
     def is_answer_begun(self) -> bool:
@@ -155,20 +161,23 @@ class PlayedEpisode:
 
     def fits(self, agent: ConversationAgent) -> bool:
         """Return whether the last turn leaves the policy room for its next one."""
-        chat = agent.conversation_format.with_tools(self.toolbox.described)
+        chat_format = agent.conversation_format.with_tools(self.toolbox.described)
         try:
-            chat.fit(self.turns, num_tokens=agent.room)
+            chat_format.fit(self.turns, num_tokens=agent.room)
         except ContextLengthError:
             return False
         return True
 
     def read(self, context: Sequence[int]) -> None:
         """Continue with a context; start a new trajectory if it does not extend the last."""
-        known = [token for span in self.spans[-1] for token in span.ids] if self.spans else []
-        if not self.spans or list(context[: len(known)]) != known:
+        earlier_ids: list[int] = []
+        if self.spans:
+            for span in self.spans[-1]:
+                earlier_ids += span.ids
+        if not self.spans or list(context[: len(earlier_ids)]) != earlier_ids:
             self.spans.append([])
-            known = []
-        self.spans[-1].append(TokenSpan(context[len(known) :]))
+            earlier_ids = []
+        self.spans[-1].append(TokenSpan(context[len(earlier_ids) :]))
 
 
 def observe_together(
@@ -178,51 +187,58 @@ def observe_together(
 ) -> None:
     """Add messages to episodes and to their next contexts; each text is encoded once."""
     has_template = agent.conversation_format.supports_tools
-    read = [
-        one.observe(some, has_template=has_template)
-        for one, some in zip(episodes, messages, strict=True)
+    observed = [
+        episode.observe(episode_messages, has_template=has_template)
+        for episode, episode_messages in zip(episodes, messages, strict=True)
     ]
-    turns = iter(agent.tokenize([turn for turns_of_one in read for turn in turns_of_one]))
-    for one, turns_of_one in zip(episodes, read, strict=True):
-        one.turns += islice(turns, len(turns_of_one))
+    turns = agent.tokenize([turn for episode_turns in observed for turn in episode_turns])
+    start = 0
+    for episode, episode_turns in zip(episodes, observed, strict=True):
+        stop = start + len(episode_turns)
+        episode.turns += turns[start:stop]
+        start = stop
 
 
-def trajectories_of(played: Sequence[PlayedEpisode]) -> list[Trajectory]:
+def build_trajectories(played: Sequence[PlayedEpisode]) -> list[Trajectory]:
     """Return the trajectories with the episodes' current rewards."""
-    return Trajectory.all_from_spans(
-        [spans for one in played for spans in one.spans],
-        [
-            {
-                "reward": one.episode.reward,
-                "group_id": one.group_id,
-                "run_id": one.run_id,
-                "problem": one.problem,
-                "num_turns": one.num_turns,
-                "is_cut": int(one.is_cut),
-            }
-            for one in played
-            for _ in one.spans
-        ],
-    )
+    spans: list[list[TokenSpan]] = []
+    columns: list[dict[str, Any]] = []
+    for episode in played:
+        for trajectory_spans in episode.spans:
+            spans.append(trajectory_spans)
+            columns.append(
+                {
+                    "reward": episode.episode.reward,
+                    "group_id": episode.group_id,
+                    "run_id": episode.run_id,
+                    "problem": episode.problem,
+                    "num_turns": episode.num_turns,
+                    "is_cut": int(episode.is_cut),
+                }
+            )
+    return Trajectory.all_from_spans(spans, columns)
 
 
 def new_episodes(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[PlayedEpisode]:
     """Create all runs of problems, those of a problem adjacent; see `Environment.is_stateless`."""
     episodes = []
-    counts = Counter(plan.earlier)
+    num_occurrences = Counter(plan.earlier)
     for problem in problems:
-        repeat = counts[problem]
-        counts[problem] += 1
-        group_id = f"{plan.split}-{problem}" + (f"-{repeat}" if repeat else "")
+        occurrence = num_occurrences[problem]
+        num_occurrences[problem] += 1
+        group_id = f"{plan.split}-{problem}"
+        if occurrence:
+            group_id += f"-{occurrence}"
         environment = environment_of(task, plan.split, problem)
         toolbox = toolbox_of(task, environment)
         for run in range(plan.num_runs):
             if run > 0 and not is_stateless(environment):
                 environment = environment_of(task, plan.split, problem)
                 toolbox = toolbox_of(task, environment)
+            # Runs of a problem that comes again have other random numbers.
+            run_id = occurrence * plan.num_runs + run
             episode = Episode(environment)
-            number = repeat * plan.num_runs + run
-            episodes.append(PlayedEpisode(problem, group_id, number, episode, toolbox=toolbox))
+            episodes.append(PlayedEpisode(problem, group_id, run_id, episode, toolbox=toolbox))
     return episodes
 
 
@@ -248,14 +264,18 @@ def play_episodes(
 
     `sample` replaces the agent's own model.
     """
-    limits = [getattr(one.episode.environment, "max_open", None) for one in episodes]
-    size = min((most for most in limits if most is not None), default=max(len(episodes), 1))
-    for start in range(0, len(episodes), size):
-        _play_together(agent, episodes[start : start + size], plan, sample)
-    for one in episodes:
+    batch_size = max(len(episodes), 1)
+    for played in episodes:
+        max_open = getattr(played.episode.environment, "max_open", None)
+        if max_open is not None:
+            batch_size = min(batch_size, max_open)
+    for start in range(0, len(episodes), batch_size):
+        _play_together(agent, episodes[start : start + batch_size], plan, sample)
+    for played in episodes:
         # The tools may be functions that cannot be sent to another process.
-        one.turns, one.toolbox = [], NO_TOOLS
-        one.episode.figures = figures_of(one.episode.environment)
+        played.turns = []
+        played.toolbox = NO_TOOLS
+        played.episode.figures = figures_of(played.episode.environment)
     return list(episodes)
 
 
@@ -266,21 +286,22 @@ def _play_together(
     sample: Draw | None,
 ) -> None:
     # Runs of a problem may share an environment, which is opened once.
-    firsts: dict[int, PlayedEpisode] = {}
+    first_by_key: dict[int, PlayedEpisode] = {}
     keys = []
-    for one in episodes:
-        environment = one.episode.environment
-        keys.append(id(environment if is_stateless(environment) else one))
-        firsts.setdefault(keys[-1], one)
-    environments = [one.episode.environment for one in firsts.values()]
-    concurrencies = [one.concurrency for one in firsts.values()]
+    for played in episodes:
+        environment = played.episode.environment
+        key = id(environment) if is_stateless(environment) else id(played)
+        keys.append(key)
+        first_by_key.setdefault(key, played)
+    environments = [played.episode.environment for played in first_by_key.values()]
+    concurrencies = [played.concurrency for played in first_by_key.values()]
     try:
-        opened = _in_threads(concurrencies, lambda place: opening_of(environments[place]))
-        openings = dict(zip(firsts, opened, strict=True))
-        observe_together(agent, episodes, [openings[key] for key in keys])
+        openings = _in_threads(concurrencies, lambda index: opening_of(environments[index]))
+        opening_by_key = dict(zip(first_by_key, openings, strict=True))
+        observe_together(agent, episodes, [opening_by_key[key] for key in keys])
         _take_turns(agent, episodes, plan, sample)
     finally:
-        _in_threads(concurrencies, lambda place: close_environment(environments[place]))
+        _in_threads(concurrencies, lambda index: close_environment(environments[index]))
 
 
 def _take_turns(
@@ -311,7 +332,7 @@ def _take_turns(
             generation = session.generate(contexts, shared, rows, agent.sampling).generation
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
-        _act(active, agent, generation)
+        _act(active, agent, generation, plan)
         sampled.append((generation, [one.spans[-1][-1] for one in active]))
         if turn + 1 == plan.max_turns:
             break
@@ -332,22 +353,28 @@ def _settle(
 ) -> None:
     """Set the final log-probabilities of the tokens of spans."""
     settled = session.settle([generation for generation, _ in sampled])
-    for one, (generation, spans) in zip(settled, sampled, strict=True):
-        if one is not generation:
-            for span, logprobs_T in zip(spans, one.logprobs_BT.tolist(), strict=True):
-                assert isinstance(span.logprobs, list)
-                span.logprobs[:] = logprobs_T[: len(span.ids)]
+    for final, (generation, spans) in zip(settled, sampled, strict=True):
+        if final is generation:
+            # The session's log-probabilities were final from the start.
+            continue
+        for span, logprobs_T in zip(spans, final.logprobs_BT.tolist(), strict=True):
+            assert isinstance(span.logprobs, list)
+            span.logprobs[:] = logprobs_T[: len(span.ids)]
 
 
 def _begin_alike(episodes: Sequence[PlayedEpisode], num_runs: int) -> bool:
+    """Return whether all runs of a problem have the same context."""
     if len(episodes) % num_runs:
         return False
-    firsts = [one for one in episodes[::num_runs] for _ in range(num_runs)]
-    return all(
-        one.turns == first.turns
-        and (one.toolbox is first.toolbox or one.toolbox.described == first.toolbox.described)
-        for one, first in zip(episodes, firsts, strict=True)
-    )
+    for index, played in enumerate(episodes):
+        first = episodes[index - index % num_runs]
+        # Identity first, which is cheaper than to compare descriptions.
+        has_same_tools = (
+            played.toolbox is first.toolbox or played.toolbox.described == first.toolbox.described
+        )
+        if played.turns != first.turns or not has_same_tools:
+            return False
+    return True
 
 
 def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> list[Value]:
@@ -361,7 +388,10 @@ def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> l
 
 
 def _act(
-    episodes: Sequence[PlayedEpisode], agent: ConversationAgent, generation: Generation
+    episodes: Sequence[PlayedEpisode],
+    agent: ConversationAgent,
+    generation: Generation,
+    plan: TaskPlan,
 ) -> None:
     """Let each environment, or the called tools, react to the policy's turn."""
     turns = agent.read_turns(generation, [one.toolbox.argument_schemas for one in episodes])
@@ -376,7 +406,8 @@ def _act(
         one.num_turns += 1
         one.episode.messages.append(turn.without_tokens())
     answered = [one for one in episodes if not one.is_missing]
-    reactions = _reactions(answered, [one.episode.messages[-1] for one in answered], agent)
+    key = (*plan.key, plan.split)
+    reactions = _reactions(answered, [one.episode.messages[-1] for one in answered], agent, key)
     for one, (reaction, counts) in zip(answered, reactions, strict=True):
         if counts:
             one.episode.tool_counts.update(counts)
@@ -392,9 +423,15 @@ def _act(
 
 
 def _reactions(
-    episodes: Sequence[PlayedEpisode], turns: Sequence[Turn], agent: ConversationAgent
+    episodes: Sequence[PlayedEpisode],
+    turns: Sequence[Turn],
+    agent: ConversationAgent,
+    key: tuple[SeedPart, ...],
 ) -> list[tuple[Reaction, Counter[str]]]:
-    """Return reactions to the policy's messages, and counts of its tool calls."""
+    """Return reactions to the policy's messages, and counts of its tool calls.
+
+    `key` names the sampling of these episodes.
+    """
     calls = [
         one.toolbox.calls_in(turn, agent.message_format)
         for one, turn in zip(episodes, turns, strict=True)
@@ -403,15 +440,16 @@ def _reactions(
 
     def react(place: int) -> Reaction | list[Outcome]:
         one, text = episodes[place], turns[place].text
-        if calls[place]:
-            return [one.toolbox.execute(call) for call in calls[place]]
-        environment = one.episode.environment
-        if not is_stateless(environment):
-            return reaction_of(environment, text)
-        key = id(environment), text
-        if key not in known:
-            known[key] = reaction_of(environment, text)
-        return known[key]
+        with call_position(*key, one.problem, one.run_id, one.num_turns):
+            if calls[place]:
+                return [one.toolbox.execute(call) for call in calls[place]]
+            environment = one.episode.environment
+            if not is_stateless(environment):
+                return reaction_of(environment, text)
+            shared = id(environment), text
+            if shared not in known:
+                known[shared] = reaction_of(environment, text)
+            return known[shared]
 
     reacted = _in_threads(
         [
@@ -430,21 +468,23 @@ def _reactions(
 
 def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
     """Rate episodes with the rewards of the environments, or else of the task."""
-    for one in played:
-        if not one.is_over:
-            one.episode.reward = 0.0
-        one.episode.completion_ids = _last_tokens(one)
-    rate_episodes(task, [one.episode for one in played if one.episode.reward is None])
+    unrated: list[Episode] = []
+    for played_episode in played:
+        episode = played_episode.episode
+        if not played_episode.is_over:
+            episode.reward = 0.0
+        # The tokens of the policy's last message: other spans have no log-probabilities.
+        for spans in played_episode.spans:
+            for span in spans:
+                if span.logprobs is not None:
+                    episode.completion_ids = span.ids
+        if episode.reward is None:
+            unrated.append(episode)
+    rate_episodes(task, unrated)
     return TaskRollout(
-        trajectories_of(played),
-        [one.episode for one in played],
+        build_trajectories(played),
+        [played_episode.episode for played_episode in played],
     )
-
-
-def _last_tokens(played: PlayedEpisode) -> Sequence[int]:
-    """Return the tokens of the policy's last message."""
-    sampled = [span.ids for spans in played.spans for span in spans if span.logprobs is not None]
-    return sampled[-1] if sampled else ()
 
 
 # ---- who runs the parts
@@ -468,36 +508,34 @@ def play_task(
     """
     if sample is not None:
         return rated(task, play_episodes(agent, new_episodes(task, problems, plan), plan, sample))
-    pieces = cut_problems(agent, len(problems), num_parts)
-    plans = [plan.after(problems[: piece.start]) for piece in pieces]
-    parts = [
-        new_episodes(task, problems[piece.start : piece.stop], own)
-        for piece, own in zip(pieces, plans, strict=True)
-    ]
-    calls = [_part_call(agent, task, part, own) for part, own in zip(parts, plans, strict=True)]
+    parts: list[list[PlayedEpisode]] = []
+    calls = []
+    for piece in cut_problems(agent, len(problems), num_parts):
+        part_plan = plan.after(problems[: piece.start])
+        part = new_episodes(task, problems[piece.start : piece.stop], part_plan)
+        parts.append(part)
+        calls.append(_part_call(agent, task, part, part_plan))
     executor = choose_executor(calls, team=team)
     if isinstance(executor, ForkedProcesses):
-        environments = [one.episode.environment for part in parts for one in part]
+        environments = [played.episode.environment for part in parts for played in part]
         smallest = min(map(len, parts))
         results = _fork_if_worth_it(executor, calls, environments, smallest, agent.language_model)
     else:
         results = executor.map(calls)
-    return rated(task, [one for result in results for part in result.parts for one in part])
+    played = [episode for result in results for part in result.parts for episode in part]
+    return rated(task, played)
 
 
 def _part_call(
     agent: ConversationAgent, task: Task, episodes: Sequence[PlayedEpisode], plan: TaskPlan
 ) -> PartCall[list[PlayedEpisode]]:
+    problems = [int(played.problem) for played in episodes[:: plan.num_runs]]
+    # In the order of the fields of a plan, which `requested_part` reads.
+    plain_plan = [plan.split, plan.num_runs, plan.max_turns, list(plan.key), list(plan.earlier)]
     return PartCall(
         partial(play_episodes, agent, episodes, plan),
         [agent],
-        request={
-            "problems": [int(one.problem) for one in episodes[:: plan.num_runs]],
-            "plan": [
-                *(plan.split, plan.num_runs, plan.max_turns),
-                *(list(plan.key), list(plan.earlier)),
-            ],
-        },
+        request={"problems": problems, "plan": plain_plan},
         to_plain=_to_plain,
         from_plain=partial(_from_plain, agent, task, episodes),
     )
@@ -520,37 +558,42 @@ def _fork_if_worth_it(
     model: TokenModel,
 ) -> list[WorkerResult[list[PlayedEpisode]]]:
     """Fork if the smallest part takes long enough and its environments can be pickled."""
-    if _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK:
-        kinds = _unpicklable_kinds(environments)
-        if not kinds:
+    expected_seconds = _seconds_of_episode.get(model, 0.0) * smallest
+    if expected_seconds >= WORTH_A_FORK:
+        class_names = _find_unpicklable(environments)
+        if not class_names:
             return forks.map(calls)
-        _warn_of_unpicklable(", ".join(kinds))
+        _warn_about_unpicklable(", ".join(class_names))
     started = time.process_time()
     results = Executor().map(calls)
-    spent = (time.process_time() - started) / len(environments)
-    _seconds_of_episode[model] = spent if model in _seconds_of_episode else 0.0
+    seconds_per_episode = (time.process_time() - started) / len(environments)
+    is_first_time = model not in _seconds_of_episode
+    _seconds_of_episode[model] = 0.0 if is_first_time else seconds_per_episode
     # An environment may hold more after its episode than before.
-    _unpicklable_kinds(environments)
+    _find_unpicklable(environments)
     return results
 
 
-def _unpicklable_kinds(environments: Sequence[Environment]) -> list[str]:
+def _find_unpicklable(environments: Sequence[Environment]) -> list[str]:
     """Return the classes of environments that cannot be pickled; one of each is tried, once."""
-    found = []
-    for kind, one in {type(one): one for one in reversed(environments)}.items():
-        if kind not in _is_picklable:
+    first_by_class: dict[type, Environment] = {}
+    for environment in environments:
+        first_by_class.setdefault(type(environment), environment)
+    unpicklable = []
+    for environment_class, environment in first_by_class.items():
+        if environment_class not in _is_picklable:
             try:
-                pickle.loads(pickle.dumps(one))
-                _is_picklable[kind] = True
+                pickle.loads(pickle.dumps(environment))
+                _is_picklable[environment_class] = True
             except Exception:  # of the environment's own code
-                _is_picklable[kind] = False
-        if not _is_picklable[kind]:
-            found.append(kind.__qualname__)
-    return sorted(found)
+                _is_picklable[environment_class] = False
+        if not _is_picklable[environment_class]:
+            unpicklable.append(environment_class.__qualname__)
+    return sorted(unpicklable)
 
 
 @cache
-def _warn_of_unpicklable(kinds: str) -> None:
+def _warn_about_unpicklable(kinds: str) -> None:
     logger.warning(
         "rollouts run in this process alone: environments of %s cannot be pickled. Keep functions, "
         "generators, files and connections out of them, or set task.num_rollout_parts to 1",
@@ -563,27 +606,34 @@ def _warn_of_unpicklable(kinds: str) -> None:
 
 def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
     """Return everything but the environments: data of other machines is never unpickled."""
-    spans = [span for one in episodes for some in one.spans for span in some]
-    known = [span.logprobs for span in spans if span.logprobs is not None]
-    return {
-        "ids": torch.tensor([token for span in spans for token in span.ids], dtype=torch.long),
-        "logprobs": torch.tensor([one for some in known for one in some], dtype=torch.float64),
-        "episodes": [
-            vars(one)
+    # Tokens and log-probabilities of all episodes are one tensor each.
+    ids: list[int] = []
+    logprobs: list[float] = []
+    plain_episodes = []
+    for played in episodes:
+        plain_spans = []
+        for spans in played.spans:
+            for span in spans:
+                ids += span.ids
+                logprobs += span.logprobs or ()
+            plain_spans.append([[len(span.ids), span.logprobs is not None] for span in spans])
+        episode = played.episode
+        plain_episodes.append(
+            vars(played)
             | {
                 "episode": None,
-                "messages": [message.to_plain() for message in one.episode.messages],
+                "messages": [message.to_plain() for message in episode.messages],
                 "toolbox": None,
-                "tool_counts": dict(one.episode.tool_counts),
-                "figures": one.episode.figures,
-                "reward": None if one.episode.reward is None else float(one.episode.reward),
-                "spans": [
-                    [[len(span.ids), span.logprobs is not None] for span in some]
-                    for some in one.spans
-                ],
+                "tool_counts": dict(episode.tool_counts),
+                "figures": episode.figures,
+                "reward": None if episode.reward is None else float(episode.reward),
+                "spans": plain_spans,
             }
-            for one in episodes
-        ],
+        )
+    return {
+        "ids": torch.tensor(ids, dtype=torch.long),
+        "logprobs": torch.tensor(logprobs, dtype=torch.float64),
+        "episodes": plain_episodes,
     }
 
 
@@ -594,31 +644,34 @@ def _from_plain(
     plain: Mapping[str, Any],
 ) -> list[PlayedEpisode]:
     """Return the episodes of `_to_plain`."""
-    ids, logprobs = iter(plain["ids"].tolist()), iter(plain["logprobs"].tolist())
+    ids = iter(plain["ids"].tolist())
+    logprobs = iter(plain["logprobs"].tolist())
 
-    def span(length: int, has_logprobs: bool) -> TokenSpan:
-        tokens = list(islice(ids, length))
-        return TokenSpan(tokens, list(islice(logprobs, length)) if has_logprobs else None)
+    def read_span(length: int, has_logprobs: bool) -> TokenSpan:
+        span_ids = list(islice(ids, length))
+        return TokenSpan(span_ids, list(islice(logprobs, length)) if has_logprobs else None)
 
-    found = []
+    played_episodes = []
     for unplayed, fields in zip(episodes, plain["episodes"], strict=True):
         messages = [Turn.from_plain(message) for message in fields.pop("messages")]
-        environment = unplayed.episode.environment
-        counts = Counter(fields.pop("tool_counts"))
         fields["episode"] = Episode(
-            environment,
+            unplayed.episode.environment,
             messages,
             fields.pop("reward"),
-            tool_counts=counts,
+            tool_counts=Counter(fields.pop("tool_counts")),
             figures=fields.pop("figures"),
         )
         fields["toolbox"] = unplayed.toolbox
-        fields["spans"] = [[span(*one) for one in some] for some in fields["spans"]]
-        one = PlayedEpisode(**fields)
-        if task.reads_state and one.is_over and one.episode.reward is None:
-            _replay(agent, task, one)
-        found.append(one)
-    return found
+        fields["spans"] = [
+            [read_span(length, has_logprobs) for length, has_logprobs in spans]
+            for spans in fields["spans"]
+        ]
+        played = PlayedEpisode(**fields)
+        if task.reads_state and played.is_over and played.episode.reward is None:
+            # What the task rates is in an environment of the other process.
+            _replay(agent, task, played)
+        played_episodes.append(played)
+    return played_episodes
 
 
 def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None:
@@ -628,7 +681,8 @@ def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None
         messages = opening_of(environment)
         while len(messages) < len(expected):
             own = expected[len(messages)]
-            ((reaction, _),) = _reactions([played], [own], agent)
+            with using_outcomes(None):
+                ((reaction, _),) = _reactions([played], [own], agent, ())
             messages += [own, *reaction.messages]
     finally:
         close_environment(environment)

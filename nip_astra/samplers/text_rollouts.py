@@ -27,13 +27,10 @@ Shape suffixes: `N` rollout, `R` round, `A` agent, `C` channel.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -58,6 +55,7 @@ from nip_astra.scenario_base.text.game import (
     TextGame,
     TurnOptions,
 )
+from nip_astra.tracking.run_directory import append_line
 from nip_astra.utils.nested_array_dict import (
     BoolArraySpec,
     CompositeSpec,
@@ -93,6 +91,23 @@ class StoredResponses:
     are_final: tuple[bool, ...] = ()
     reasonings: tuple[str | None, ...] = ()
 
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> StoredResponses:
+        """Return responses from the fields of a line of JSON."""
+        values = dict(fields)
+        # JSON has no tuples.
+        for name, field_value in fields.items():
+            if isinstance(field_value, list):
+                values[name] = tuple(field_value)
+        for name in ("texts", "failures"):
+            values[name] = tuple(map(valid_text, values[name]))
+        # Older lines have no reasoning.
+        values["reasonings"] = tuple(
+            None if reasoning is None else valid_text(reasoning)
+            for reasoning in values.get("reasonings", ())
+        )
+        return cls(**values)
+
 
 @dataclass
 class AnswerJournal:
@@ -116,13 +131,13 @@ class AnswerJournal:
 
     def get(self, request_id: str) -> StoredResponses | None:
         """Return the responses to a request; None if it is new."""
-        found = self._by_id.get(request_id)
-        if found is None and self.is_replayed:
+        responses = self._by_id.get(request_id)
+        if responses is None and self.is_replayed:
             raise CheckpointError(
                 f"{self.path} lacks the answers to {request_id}. Restore the file, or start a new "
                 "run."
             )
-        return found
+        return responses
 
     def put(self, request_id: str, answers: StoredResponses) -> None:
         """Store the responses to a request; they are in the file when this returns."""
@@ -131,7 +146,7 @@ class AnswerJournal:
             line = json.dumps({"id": request_id, **vars(answers)}, ensure_ascii=False) + "\n"
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                _append(self.path, line.encode("utf-8", "backslashreplace"))
+                append_line(self.path, line.encode("utf-8", "backslashreplace"))
             except OSError as error:
                 raise RunDirectoryError(
                     f"cannot write {self.path}: {error.strerror or error}. Free space or change "
@@ -140,47 +155,31 @@ class AnswerJournal:
 
     def tokens(self) -> tuple[int, int]:
         """Return the paid tokens of prompts and of answers."""
-        paid = [one for one in self._by_id.values() if not one.is_cached]
-        return sum(one.prompt_tokens for one in paid), sum(one.completion_tokens for one in paid)
+        prompt_tokens = completion_tokens = 0
+        for responses in self._by_id.values():
+            if not responses.is_cached:
+                prompt_tokens += responses.prompt_tokens
+                completion_tokens += responses.completion_tokens
+        return prompt_tokens, completion_tokens
 
     def _read(self, path: Path) -> Iterator[tuple[str, StoredResponses]]:
         content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+        whole_length = content.rfind(b"\n") + 1
+        if whole_length < len(content):
             # A killed process leaves half a line; the next record must begin a new one.
             with path.open("r+b") as file:
-                file.truncate(whole)
-        for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
+                file.truncate(whole_length)
+        lines = content[:whole_length].split(b"\n")[:-1]
+        for number, line in enumerate(lines, start=1):
             try:
-                values = json.loads(line)
-                request_id = values.pop("id")
-                lists = {name: tuple(one) for name, one in values.items() if isinstance(one, list)}
-                for name in ("texts", "failures"):
-                    lists[name] = tuple(map(valid_text, lists[name]))
-                lists["reasonings"] = tuple(
-                    None if reasoning is None else valid_text(reasoning)
-                    for reasoning in lists.get("reasonings", ())
-                )
-                yield request_id, StoredResponses(**(values | lists))
+                fields = json.loads(line)
+                request_id = fields.pop("id")
+                yield request_id, StoredResponses.from_plain(fields)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"line {number} of {path} is corrupt: {error!r}. Remove the line; its request "
                     "is repeated."
                 ) from error
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a whole line or nothing, so that the next answer starts a new line."""
-    with path.open("ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
-        try:
-            written = file.write(line)
-            if written != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            with suppress(OSError):
-                file.truncate(before)
-            raise
 
 
 # ---- sampling
@@ -271,17 +270,25 @@ class TextRolloutSampler:
         BudgetExhaustedError
             If the budget is spent.
         """
-        kept = AnswerJournal() if journal is None else journal
-        level = [TextNode(str(place), episode) for place, episode in enumerate(episodes)]
+        if journal is None:
+            journal = AnswerJournal()
+        level = [TextNode(str(index), episode) for index, episode in enumerate(episodes)]
         for number in range(self.game.protocol.max_message_rounds):
             if all(node.episode.is_done for node in level):
                 break
-            grown = await _all(
-                [self._continue(node, num_branches, tuple(key), kept) for node in level]
+            children_by_node = await _gather_all(
+                [self._continue(node, num_branches, tuple(key), journal) for node in level]
             )
-            before, level = set(level), [child for children in grown for child in children]
-            moved = (child.moves for child in level if child not in before)
-            warn_of_silence((turn for moves in moved for turn in moves.items()), number + 1)
+            next_level: list[TextNode] = []
+            turns: list[tuple[str, TextMove]] = []
+            for node, children in zip(level, children_by_node, strict=True):
+                next_level += children
+                for child in children:
+                    # An episode that has ended is its own continuation.
+                    if child is not node:
+                        turns += child.moves.items()
+            warn_of_silence(turns, number + 1)
+            level = next_level
             after_round(number)
         return level
 
@@ -291,15 +298,17 @@ class TextRolloutSampler:
         """Return the continuations of an episode; the episode itself if it has ended."""
         if node.episode.is_done:
             return [node]
-        by_agent = await self.moves(node, num_branches, key, journal)
+        moves_by_agent = await self.moves(node, num_branches, key, journal)
+        if not moves_by_agent:
+            # Without an active agent all branches would be equal.
+            num_branches = 1
         children = []
-        # Without an active agent all branches would be equal.
-        for branch in range(num_branches if by_agent else 1):
-            moves = {agent: found[branch] for agent, found in by_agent.items()}
-            answered = {agent: (move.answer, move.parsed) for agent, move in moves.items()}
-            outcome = self.game.play(node.episode, answered)
-            name = f"{node.node_id}.{branch}"
-            children.append(TextNode(name, outcome.episode, node, moves, outcome))
+        for branch in range(num_branches):
+            moves = {agent: agent_moves[branch] for agent, agent_moves in moves_by_agent.items()}
+            answers = {agent: (move.answer, move.parsed) for agent, move in moves.items()}
+            outcome = self.game.play(node.episode, answers)
+            node_id = f"{node.node_id}.{branch}"
+            children.append(TextNode(node_id, outcome.episode, node, moves, outcome))
         return children
 
     async def moves(
@@ -307,10 +316,12 @@ class TextRolloutSampler:
     ) -> dict[str, list[TextMove]]:
         """Return the agents' moves in the next round, by agent and branch; see `sample`."""
         turns = self.game.turns(node.episode)
-        found = await _all([self._moves(node, turn, num_branches, key, journal) for turn in turns])
-        return {turn.agent: moves for turn, moves in zip(turns, found, strict=True)}
+        moves_by_turn = await _gather_all(
+            [self._request_moves(node, turn, num_branches, key, journal) for turn in turns]
+        )
+        return {turn.agent: moves for turn, moves in zip(turns, moves_by_turn, strict=True)}
 
-    async def _moves(
+    async def _request_moves(
         self,
         node: TextNode,
         turn: TurnOptions,
@@ -321,38 +332,45 @@ class TextRolloutSampler:
         """Return an agent's moves per branch; invalid answers are retried, unless final."""
         speaker = self.speakers[turn.agent]
         prompt = self.game.messages(node.episode, turn)
-        found: dict[int, TextMove] = {}
-        missing = list(range(num_branches))
-        fault = ""
+        moves: dict[int, TextMove] = {}
+        missing_branches = list(range(num_branches))
+        last_fault = ""
         num_retries = speaker.parameters.num_invalid_generation_retries
         for attempt in range(1 + num_retries):
-            answers = await self._answers(
-                (*key, node.node_id, turn.agent, attempt), speaker, prompt, len(missing), journal
+            attempt_key = (*key, node.node_id, turn.agent, attempt)
+            # One request with a sample for each branch that has no valid answer yet.
+            responses = await self._request_responses(
+                attempt_key, speaker, prompt, len(missing_branches), journal
             )
-            are_final = answers.are_final or (False,) * len(missing)
-            reasonings = answers.reasonings or (None,) * len(missing)
-            for branch, text, is_cut, failure, is_final, reasoning in zip(
-                *(list(missing), answers.texts, answers.are_cut, answers.failures, are_final),
-                reasonings,
-                strict=True,
-            ):
+            still_missing = []
+            for sample, branch in enumerate(missing_branches):
+                failure = responses.failures[sample]
+                text = responses.texts[sample]
                 parsed = ParsedAnswer(fault=failure) if failure else self.game.read(turn, text)
-                if parsed.fault:
-                    fault = parsed.fault
-                    if not is_final:
-                        continue
-                    found[branch] = TextMove(prompt, "", parsed, attempt, is_filled=True)
-                else:
-                    found[branch] = TextMove(
-                        prompt, text, parsed, attempt, is_cut, reasoning=reasoning
+                if not parsed.fault:
+                    moves[branch] = TextMove(
+                        prompt,
+                        text,
+                        parsed,
+                        attempt,
+                        responses.are_cut[sample],
+                        reasoning=responses.reasonings[sample] if responses.reasonings else None,
                     )
-                missing.remove(branch)
-            if not missing:
+                    continue
+                last_fault = parsed.fault
+                if responses.are_final and responses.are_final[sample]:
+                    moves[branch] = TextMove(prompt, "", parsed, attempt, is_filled=True)
+                else:
+                    still_missing.append(branch)
+            missing_branches = still_missing
+            if not missing_branches:
                 break
-        silent = TextMove(prompt, "", ParsedAnswer(fault=fault), num_retries, is_filled=True)
-        return [found.get(branch, silent) for branch in range(num_branches)]
+        for branch in missing_branches:
+            silence = ParsedAnswer(fault=last_fault)
+            moves[branch] = TextMove(prompt, "", silence, num_retries, is_filled=True)
+        return [moves[branch] for branch in range(num_branches)]
 
-    async def _answers(
+    async def _request_responses(
         self,
         key: tuple[str | int, ...],
         speaker: Any,
@@ -371,95 +389,123 @@ class TextRolloutSampler:
             num_samples=num_samples,
             key=None if journal.run_key is None else f"{journal.run_key}/{request_id}",
         )
-        known = journal.get(request_id)
-        if known is not None:
-            return _without_long_texts(known, request)
+        stored = journal.get(request_id)
+        if stored is not None:
+            return _without_long_texts(stored, request)
         outcome = await speaker.model.answer(request)
         for sample in outcome.samples:
             if isinstance(sample, ChatFailure) and sample.reason.is_of_service:
-                place = f" at {speaker.model.place}" if speaker.model.place else ""
+                location = f" at {speaker.model.place}" if speaker.model.place else ""
                 raise ServiceError(
-                    f"no response of {speaker.model.name!r}{place} to {request_id}: "
+                    f"no response of {speaker.model.name!r}{location} to {request_id}: "
                     f"{sample.reason}, {sample.message}. Resume the run when the service responds."
                 )
         # A process that was killed may have been paid for an answer before it was in the journal.
-        usage = (now + then for now, then in zip(outcome.usage, outcome.usage_before, strict=True))
-        is_free = outcome.is_cached and not any(outcome.usage_before)
-        answers = _kept(outcome.samples, *usage, is_cached=is_free)
-        if not (answers.are_final and all(answers.are_final)):
-            journal.put(request_id, answers)
-        return answers
+        prompt_tokens = outcome.usage.prompt_tokens + outcome.usage_before.prompt_tokens
+        completion_tokens = outcome.usage.completion_tokens + outcome.usage_before.completion_tokens
+        responses = _to_responses(
+            outcome.samples,
+            prompt_tokens,
+            completion_tokens,
+            is_cached=outcome.is_cached and not any(outcome.usage_before),
+        )
+        # Final failures are requested again by a resumed run.
+        has_only_final_failures = bool(responses.are_final) and all(responses.are_final)
+        if not has_only_final_failures:
+            journal.put(request_id, responses)
+        return responses
 
 
 def warn_of_silence(turns: Iterable[tuple[str, TextMove]], round_number: int) -> None:
     """Warn of the agents' turns, in a round counted from 1, in which no answer was valid."""
-    by_agent: dict[str, list[TextMove]] = defaultdict(list)
+    moves_by_agent: dict[str, list[TextMove]] = defaultdict(list)
     for agent, move in turns:
-        by_agent[agent].append(move)
-    for agent, moves in by_agent.items():
-        silent = [move for move in moves if move.is_filled]
-        if silent:
+        moves_by_agent[agent].append(move)
+    for agent, moves in moves_by_agent.items():
+        silent_moves = [move for move in moves if move.is_filled]
+        if silent_moves:
             logger.warning(
                 "%s sends nothing in %d of %d turns of round %d, because no answer is valid; the "
                 "first, after %d retries: %s",
-                *(agent, len(silent), len(moves), round_number),
-                *(silent[0].num_retries, silent[0].parsed.fault),
+                agent,
+                len(silent_moves),
+                len(moves),
+                round_number,
+                silent_moves[0].num_retries,
+                silent_moves[0].parsed.fault,
             )
 
 
-async def _all(requests: Sequence[Coroutine[object, object, Result]]) -> list[Result]:
+async def _gather_all(requests: Sequence[Coroutine[object, object, Result]]) -> list[Result]:
     """Return the results; raise errors after all have ended, so that the journal is complete."""
     results = await asyncio.gather(*requests, return_exceptions=True)
-    for one in results:
-        if isinstance(one, BaseException):
-            raise one
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     return results  # type: ignore[return-value]  # no error is among them
 
 
-def _kept(
+def _to_responses(
     samples: Sequence[ChatAnswer | ChatFailure],
     prompt_tokens: int,
     completion_tokens: int,
     *,
     is_cached: bool,
 ) -> StoredResponses:
-    texts, cuts, failures = [], [], []
-    reasonings = [sample.reasoning for sample in samples if isinstance(sample, ChatAnswer)]
+    texts: list[str] = []
+    are_cut: list[bool] = []
+    failures: list[str] = []
+    are_final: list[bool] = []
+    reasonings: list[str | None] = []
     for sample in samples:
         if isinstance(sample, ChatFailure):
-            text, is_cut, failure = "", False, f"{sample.reason}: {sample.message}"
+            texts.append("")
+            are_cut.append(False)
+            failures.append(f"{sample.reason}: {sample.message}")
+            are_final.append(sample.reason.is_final)
+            reasonings.append(None)
         else:
-            text, is_cut = sample.text, sample.finish_reason == FinishReason.LENGTH
-            is_withheld = sample.finish_reason == FinishReason.CONTENT_FILTER
-            failure = "the service withheld it" if is_withheld else ""
-            failure = "it ended before its first word" if sample.is_missing else failure
-            failure = f"the model refused: {sample.refusal}" if sample.refusal else failure
-        texts.append(text)
-        cuts.append(is_cut)
-        failures.append(failure)
-    are_final = [isinstance(sample, ChatFailure) and sample.reason.is_final for sample in samples]
+            texts.append(sample.text)
+            are_cut.append(sample.finish_reason == FinishReason.LENGTH)
+            failures.append(_find_fault(sample))
+            are_final.append(False)
+            reasonings.append(sample.reasoning)
     return StoredResponses(
-        *(tuple(texts), tuple(cuts), tuple(failures), prompt_tokens, completion_tokens, is_cached),
+        texts=tuple(texts),
+        are_cut=tuple(are_cut),
+        failures=tuple(failures),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        is_cached=is_cached,
         are_final=tuple(are_final) if any(are_final) else (),
-        reasonings=tuple(
-            sample.reasoning if isinstance(sample, ChatAnswer) else None for sample in samples
-        )
-        if any(reasoning is not None for reasoning in reasonings)
-        else (),
+        reasonings=tuple(reasonings) if any(r is not None for r in reasonings) else (),
     )
 
 
-def _without_long_texts(answers: StoredResponses, request: ChatRequest) -> StoredResponses:
+def _find_fault(answer: ChatAnswer) -> str:
+    """Return why an answer of a service is none of the agent; empty if it is one."""
+    if answer.refusal:
+        return f"the model refused: {answer.refusal}"
+    if answer.is_missing:
+        return "it ended before its first word"
+    if answer.finish_reason == FinishReason.CONTENT_FILTER:
+        return "the service withheld it"
+    return ""
+
+
+def _without_long_texts(responses: StoredResponses, request: ChatRequest) -> StoredResponses:
     """Return stored responses with a failure for each that is far longer than requested.
 
     Other versions stored responses of any length.
     """
-    texts, failures = list(answers.texts), list(answers.failures)
+    texts = list(responses.texts)
+    failures = list(responses.failures)
     for index, text in enumerate(texts):
         sample = reject_long_answer(ChatAnswer(text), request)
         if isinstance(sample, ChatFailure):
-            texts[index], failures[index] = "", f"{sample.reason}: {sample.message}"
-    return replace(answers, texts=tuple(texts), failures=tuple(failures))
+            texts[index] = ""
+            failures[index] = f"{sample.reason}: {sample.message}"
+    return replace(responses, texts=tuple(texts), failures=tuple(failures))
 
 
 # ---- rollouts as arrays
@@ -467,30 +513,36 @@ def _without_long_texts(answers: StoredResponses, request: ChatRequest) -> Store
 
 def rollout_spec(game: TextGame, num_rollouts: int) -> CompositeSpec:
     """Return keys, types and shapes of rollouts, without the data's own columns."""
-    n, r = num_rollouts, game.protocol.max_message_rounds
-    a, c = game.protocol.num_agents, game.protocol.num_channels
+    protocol = game.protocol
+    shape_NR = (num_rollouts, protocol.max_message_rounds)
+    shape_NRA = (*shape_NR, protocol.num_agents)
+    shape_NRAC = (*shape_NRA, protocol.num_channels)
     move = {
-        "is_active": BoolArraySpec((n, r, a)),
-        "decision": IntArraySpec((n, r, a)),
-        "reward": FloatArraySpec((n, r, a)),
-        "prompt": StringArraySpec((n, r, a)),
-        "raw_message": StringArraySpec((n, r, a)),
-        "reasoning": StringArraySpec((n, r, a)),
-        "message": StringArraySpec((n, r, a, c)),
-        "num_retries": IntArraySpec((n, r, a)),
-        "is_cut": BoolArraySpec((n, r, a)),
-        "is_filled": BoolArraySpec((n, r, a)),
+        "is_active": BoolArraySpec(shape_NRA),
+        "decision": IntArraySpec(shape_NRA),
+        "reward": FloatArraySpec(shape_NRA),
+        "prompt": StringArraySpec(shape_NRA),
+        "raw_message": StringArraySpec(shape_NRA),
+        "reasoning": StringArraySpec(shape_NRA),
+        "message": StringArraySpec(shape_NRAC),
+        "num_retries": IntArraySpec(shape_NRA),
+        "is_cut": BoolArraySpec(shape_NRA),
+        "is_filled": BoolArraySpec(shape_NRA),
     }
-    whole = ("datapoint_id", "seed", "y", "num_rounds", "decision")
+    shape_N = (num_rollouts,)
     return CompositeSpec(
         {
-            **{name: IntArraySpec((n,)) for name in whole},
-            "stance": IntArraySpec((n, a)),
-            "node": {"id": StringArraySpec((n, r)), "parent": StringArraySpec((n, r))},
-            "padding": BoolArraySpec((n, r)),
+            "datapoint_id": IntArraySpec(shape_N),
+            "seed": IntArraySpec(shape_N),
+            "y": IntArraySpec(shape_N),
+            "num_rounds": IntArraySpec(shape_N),
+            "decision": IntArraySpec(shape_N),
+            "stance": IntArraySpec((num_rollouts, protocol.num_agents)),
+            "node": {"id": StringArraySpec(shape_NR), "parent": StringArraySpec(shape_NR)},
+            "padding": BoolArraySpec(shape_NR),
             "agents": move,
         },
-        (n,),
+        shape_N,
     )
 
 
@@ -500,9 +552,10 @@ def rollouts_of(game: TextGame, ends: Sequence[TextNode]) -> NestedArrayDict:
     rollouts["agents", "decision"][:] = CONTINUE
     rollouts["decision"][:] = CONTINUE
     rollouts["padding"][:] = True
+    # Looked up by key once, not for every entry.
     arrays = dict(rollouts.items(True, True))
-    for place, end in enumerate(ends):
-        _fill(arrays, place, game, end)
+    for n, end in enumerate(ends):
+        _fill_rollout(arrays, n, game, end)
     columns = list(ends[0].episode.datapoint) if ends else []
     for column in columns:
         if column != "y":
@@ -510,52 +563,49 @@ def rollouts_of(game: TextGame, ends: Sequence[TextNode]) -> NestedArrayDict:
     return rollouts
 
 
-def _fill(rollouts: Mapping[Any, Any], place: int, game: TextGame, end: TextNode) -> None:
+def _fill_rollout(rollouts: Mapping[Any, Any], n: int, game: TextGame, end: TextNode) -> None:
     episode, agents = end.episode, game.protocol.agent_names
-    rollouts["datapoint_id"][place] = episode.datapoint_id
-    rollouts["seed"][place] = episode.seed
-    rollouts["y"][place] = episode.datapoint["y"]
-    rollouts["num_rounds"][place] = episode.round
-    rollouts["stance"][place] = [game.stance(agent, episode.datapoint) for agent in agents]
-    for number, node in enumerate(end.path()):
+    rollouts["datapoint_id"][n] = episode.datapoint_id
+    rollouts["seed"][n] = episode.seed
+    rollouts["y"][n] = episode.datapoint["y"]
+    rollouts["num_rounds"][n] = episode.round
+    rollouts["stance"][n] = [game.stance(agent, episode.datapoint) for agent in agents]
+    for r, node in enumerate(end.path()):
         assert node.outcome is not None
         assert node.parent is not None
-        at = (place, number)
-        rollouts["padding"][at] = False
-        rollouts["node", "id"][at] = node.node_id
-        rollouts["node", "parent"][at] = node.parent.node_id
-        rollouts["agents", "reward"][at] = node.outcome.rewards
+        rollouts["padding"][n, r] = False
+        rollouts["node", "id"][n, r] = node.node_id
+        rollouts["node", "parent"][n, r] = node.parent.node_id
+        rollouts["agents", "reward"][n, r] = node.outcome.rewards
         if node.outcome.decision != CONTINUE:
-            rollouts["decision"][place] = node.outcome.decision
+            rollouts["decision"][n] = node.outcome.decision
         for a, agent in enumerate(agents):
             if agent in node.moves:
-                _fill_move(rollouts, (*at, a), game, node, agent)
+                _fill_move(rollouts, (n, r, a), game, node.moves[agent])
 
 
 def _fill_move(
-    rollouts: Mapping[Any, Any],
-    at: tuple[int, int, int],
-    game: TextGame,
-    node: TextNode,
-    agent: str,
+    rollouts: Mapping[Any, Any], index: tuple[int, int, int], game: TextGame, move: TextMove
 ) -> None:
-    move = node.moves[agent]
-    rollouts["agents", "is_active"][at] = True
-    rollouts["agents", "decision"][at] = move.parsed.decision
-    rollouts["agents", "prompt"][at] = json.dumps(move.prompt, ensure_ascii=False)
-    rollouts["agents", "raw_message"][at] = move.answer
-    rollouts["agents", "reasoning"][at] = move.reasoning
-    rollouts["agents", "num_retries"][at] = move.num_retries
-    rollouts["agents", "is_cut"][at] = move.is_cut
-    rollouts["agents", "is_filled"][at] = move.is_filled
+    rollouts["agents", "is_active"][index] = True
+    rollouts["agents", "decision"][index] = move.parsed.decision
+    rollouts["agents", "prompt"][index] = json.dumps(move.prompt, ensure_ascii=False)
+    rollouts["agents", "raw_message"][index] = move.answer
+    rollouts["agents", "reasoning"][index] = move.reasoning
+    rollouts["agents", "num_retries"][index] = move.num_retries
+    rollouts["agents", "is_cut"][index] = move.is_cut
+    rollouts["agents", "is_filled"][index] = move.is_filled
     for channel, text in move.parsed.messages.items():
-        place = (*at, game.protocol.message_channel_names.index(channel))
-        rollouts["agents", "message"][place] = text
+        c = game.protocol.message_channel_names.index(channel)
+        rollouts["agents", "message"][(*index, c)] = text
 
 
 def read_prompt(text: str) -> tuple[ChatMessage, ...]:
     """Parse the messages in an entry of `(agents, prompt)`."""
-    return tuple(ChatMessage(role=one["role"], content=one["content"]) for one in json.loads(text))
+    messages = []
+    for message in json.loads(text):
+        messages.append(ChatMessage(role=message["role"], content=message["content"]))
+    return tuple(messages)
 
 
 class ActiveTurn(NamedTuple):
@@ -578,25 +628,39 @@ def transcripts(
 ) -> list[dict[str, Any]]:
     """Return each rollout's turns as plain values: agent, messages by channel, decision, answer."""
     agents = rollouts["agents"]
-    names = ("message", "decision", "raw_message", "reward")
-    messages, decisions, answers, rewards = (agents[name].tolist() for name in names)
-    whole = zip(
-        *(rollouts[name].tolist() for name in ("datapoint_id", "y", "decision")), strict=True
-    )
-    found: list[dict[str, Any]] = [
-        {"datapoint_id": int(datapoint), "y": int(y), "decision": int(decision), "turns": []}
-        for datapoint, y, decision in whole
-    ]
+    # Lists are indexed much faster than arrays.
+    messages = agents["message"].tolist()
+    decisions = agents["decision"].tolist()
+    answers = agents["raw_message"].tolist()
+    rewards = agents["reward"].tolist()
+    plain_rollouts: list[dict[str, Any]] = []
+    for datapoint_id, y, decision in zip(
+        rollouts["datapoint_id"].tolist(),
+        rollouts["y"].tolist(),
+        rollouts["decision"].tolist(),
+        strict=True,
+    ):
+        plain_rollouts.append(
+            {
+                "datapoint_id": int(datapoint_id),
+                "y": int(y),
+                "decision": int(decision),
+                "turns": [],
+            }
+        )
     for n, r, a in active_turns(rollouts):
-        texts = zip(channel_names, messages[n][r][a], strict=True)
-        found[n]["turns"].append(
+        sent = {}
+        for channel, text in zip(channel_names, messages[n][r][a], strict=True):
+            if text is not None:
+                sent[channel] = text
+        plain_rollouts[n]["turns"].append(
             {
                 "round": r,
                 "agent": agent_names[a],
-                "messages": {name: text for name, text in texts if text is not None},
+                "messages": sent,
                 "decision": int(decisions[n][r][a]),
                 "raw_message": answers[n][r][a],
                 "reward": float(rewards[n][r][a]),
             }
         )
-    return found
+    return plain_rollouts

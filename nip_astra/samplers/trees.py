@@ -175,23 +175,29 @@ class TreeSampler:
 
         Assumes the longest prompt and turns of full length.
         """
-        total = 0
-        both = self.reader.sampling.max_new_tokens
-        agents = [] if isinstance(self.attacker, TextAttacker) else [self.attacker]
+        agents: list[ConversationAgent] = []
+        if isinstance(self.attacker, ConversationAgent):
+            agents.append(self.attacker)
         if isinstance(self.target, ChatAgent):
-            both += self.target.max_tokens
+            target_tokens = self.target.max_tokens
         else:
-            both += self.target.sampling.max_new_tokens
+            target_tokens = self.target.sampling.max_new_tokens
             agents.append(self.target)
+        probe_tokens = self.reader.sampling.max_new_tokens
+        # Both models read the whole conversation.
+        tokens_per_node = probe_tokens + target_tokens + GLUE_TOKENS
+        num_nodes = count_probes(tree_width, tree_depth)
+        total = 0
         for agent in agents:
             # The longest prompt has the longest context: what is around it is the same for all.
             longest = max(agent.conversation_format.encode_all(prompts), key=len, default=None)
-            opening = 0
+            num_opening_tokens = 0
             if longest is not None:
                 (context,) = agent.contexts([agent.opening_turns(longest)])
-                opening = len(context)
-            num_tokens = opening + num_probes_of(tree_width, tree_depth) * (both + GLUE_TOKENS)
-            total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
+                num_opening_tokens = len(context)
+            tokens_per_tree = num_opening_tokens + num_nodes * tokens_per_node
+            bytes_per_token = agent.language_model.cache_bytes_per_token
+            total += len(prompts) * tokens_per_tree * bytes_per_token
         return total
 
     def num_at_once(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
@@ -202,14 +208,14 @@ class TreeSampler:
         if limit is None:
             return len(prompts)
         needed = self.cache_bytes(prompts, tree_width=tree_width, tree_depth=tree_depth)
-        per_tree = needed // len(prompts)
-        if per_tree > limit:
+        bytes_per_tree = needed // len(prompts)
+        if bytes_per_tree > limit:
             raise ConfigurationError(
                 f"a tree of width {tree_width} and depth {tree_depth} needs "
-                f"{per_tree / 2**30:.3g} GiB of keys and values, above {limit / 2**30:.3g}. Raise "
-                "max_rollout_gib, or lower tree_width, tree_depth or max_new_tokens."
+                f"{bytes_per_tree / 2**30:.3g} GiB of keys and values, above {limit / 2**30:.3g}. "
+                "Raise max_rollout_gib, or lower tree_width, tree_depth or max_new_tokens."
             )
-        return limit // max(per_tree, 1)
+        return limit // max(bytes_per_tree, 1)
 
     def sample(
         self,
@@ -248,41 +254,35 @@ class TreeSampler:
     def _begin(
         self, prompts: Sequence[str], shape: TreeShape, first_episode: int
     ) -> Callable[[], RolloutTree]:
-        size = {"tree_width": shape.tree_width, "tree_depth": shape.tree_depth}
-        at_once = self.num_at_once(prompts, **size)
-        num_nodes = len(prompts) * num_probes_of(shape.tree_width, shape.tree_depth)
+        at_once = self.num_at_once(
+            prompts, tree_width=shape.tree_width, tree_depth=shape.tree_depth
+        )
         team = self.team if self._can_use_team() else None
         parts = cut_rollout(
             self._agents,
-            len(prompts),
-            num_nodes,
-            min(self.num_parts, at_once),
+            num_episodes=len(prompts),
+            num_nodes=len(prompts) * count_probes(shape.tree_width, shape.tree_depth),
+            num_parts=min(self.num_parts, at_once),
             is_team=team is not None,
         )
         # All parts may be in memory together.
-        most = max(at_once // len(parts), 1)
-        pieces = [
-            range(start, min(start + most, part.stop))
-            for part in parts
-            for start in range(part.start, part.stop, most)
-        ]
-        calls = [
-            self._part_call(prompts[piece.start : piece.stop], shape, first_episode + piece.start)
-            for piece in pieces
-        ]
+        max_episodes = max(at_once // len(parts), 1)
+        calls = []
+        for part in parts:
+            for start in range(part.start, part.stop, max_episodes):
+                stop = min(start + max_episodes, part.stop)
+                calls.append(self._part_call(prompts[start:stop], shape, first_episode + start))
         executor = choose_executor(calls, team=team, max_processes=len(parts))
         finish = executor.begin(calls)
-        return lambda: put_together(finish())
+        return lambda: merge_results(finish())
 
     def _can_use_team(self) -> bool:
-        return (
-            type(self) is TreeSampler
-            and self.team is not None
-            and self.team.can_request
-            and all(
-                type(agent) is ConversationAgent and agent.language_model.is_in_this_process
-                for agent in self._agents
-            )
+        """Return whether the team's processes can sample parts of this sampler's rollouts."""
+        if type(self) is not TreeSampler or self.team is None or not self.team.can_request:
+            return False
+        return all(
+            type(agent) is ConversationAgent and agent.language_model.is_in_this_process
+            for agent in self._agents
         )
 
     @property
@@ -318,25 +318,26 @@ class TreeSampler:
         shape = TreeShape(width, depth, tuple(key))
         return sampler._part_call(request["prompts"], shape, request["first_episode"])
 
-    def _play(self, prompts: Sequence[str], shape: TreeShape, first: int) -> RolloutTree:
-        """Sample the trees of episodes from number `first` on, without rating them."""
+    def _play(self, prompts: Sequence[str], shape: TreeShape, first_episode: int) -> RolloutTree:
+        """Sample the trees of episodes from a number on, without rating them."""
         growth = _TreeGrowth(self, shape)
-        growth.play(prompts, first)
+        growth.play(prompts, first_episode)
         # Probes of a chat model are as wide as the longest of their level.
         levels = growth.generations
-        probe_NT = cat_widened([one.ids_BT for one in levels])
-        mask_NT = cat_widened([one.mask_BT for one in levels])
-        logprobs_NT = cat_widened([one.logprobs_BT for one in levels])
+        probe_NT = cat_widened([level.ids_BT for level in levels])
+        mask_NT = cat_widened([level.mask_BT for level in levels])
+        logprobs_NT = cat_widened([level.logprobs_BT for level in levels])
         reference_NT = torch.full(probe_NT.shape, math.nan)
         if self.asks_reference:
             scorer = self.reference.token_scorer(to=_READ_PROBES)
             contexts = [context for context in growth.contexts for _ in range(shape.tree_width)]
-            padded = pad_left(contexts, torch.device("cpu"))
+            context_NC, context_mask_NC = pad_left(contexts, torch.device("cpu"))
             with torch.no_grad(), growth.timed("reference"):
-                reference_NT = scorer.logprobs(*padded, probe_NT, mask_NT).cpu()
+                reference_NT = scorer.logprobs(context_NC, context_mask_NC, probe_NT, mask_NT).cpu()
             _check_logprobs(self.reference, reference_NT, mask_NT, shape)
+        probes = growth.probes
         if self.reward.likelihood_model == "reference":
-            nll_N = mean_nll(reference_NT, _mask_texts(mask_NT, growth.probes))
+            nll_N = mean_nll(reference_NT, _mask_texts(mask_NT, probes))
         else:
             nll_N = torch.cat(growth.target_nll)
         nodes = TensorDict(
@@ -349,31 +350,31 @@ class TreeSampler:
                 "probe_logprobs": logprobs_NT,
                 "reference_logprobs": reference_NT,
                 "probe_nll": nll_N,
-                "is_empty": torch.tensor([not probe.text for probe in growth.probes]),
+                "is_empty": torch.tensor([not probe.text for probe in probes]),
             },
-            batch_size=[len(growth.probes)],
+            batch_size=[len(probes)],
         )
         if isinstance(self.target, ChatAgent):
             nodes["is_refused"] = torch.tensor(growth.are_refused)
+        num_unique_tokens = {}
+        for role, sequences in growth.read.items():
+            if sequences:
+                num_unique_tokens[role] = build_trie(sequences).num_tokens
         return RolloutTree(
             nodes,
             shape.tree_width,
             list(prompts),
-            [probe.text for probe in growth.probes],
+            [probe.text for probe in probes],
             growth.responses,
             growth.contexts,
-            num_unique_tokens={
-                role: build_trie(sequences).num_tokens
-                for role, sequences in growth.read.items()
-                if sequences
-            },
+            num_unique_tokens=num_unique_tokens,
             seconds=growth.seconds,
             response_failures=growth.failures if any(growth.failures) else [],
-            probe_reasonings=_if_any([probe.reasoning for probe in growth.probes]),
-            response_reasonings=_if_any(growth.reasonings),
-            response_calls=_if_any(growth.calls),
-            num_reasoning_tokens=_if_any(
-                [probe.num_reasoning_ids or None for probe in growth.probes]
+            probe_reasonings=_empty_if_all_missing([probe.reasoning for probe in probes]),
+            response_reasonings=_empty_if_all_missing(growth.reasonings),
+            response_calls=_empty_if_all_missing(growth.calls),
+            num_reasoning_tokens=_empty_if_all_missing(
+                [probe.num_reasoning_ids or None for probe in probes]
             ),
         )
 
@@ -383,10 +384,15 @@ class TreeSampler:
         response, combined = rate_nodes(self.scorer, tree)
         tree.seconds["scorer"] = time.perf_counter() - started
         nodes = tree.nodes
-        likelihood_agent = getattr(self, self.reward.likelihood_model)
         nodes["response_score"] = response.scores_N
         nodes["combined_score"] = combined.scores_N
         nodes["is_error"] = response.is_error_N | combined.is_error_N
+        likelihood_agent = self.reference
+        if self.reward.likelihood_model == "target":
+            assert isinstance(self.target, ConversationAgent), "checked"
+            likelihood_agent = self.target
+        # A probe without tokens counts as one that is drawn uniformly from the vocabulary.
+        vocab_size = len(likelihood_agent.language_model.tokenizer)
         reward_N = ast_reward(
             response.scores_N,
             combined.scores_N,
@@ -395,10 +401,10 @@ class TreeSampler:
             w_response=self.reward.w_response,
             w_combined=self.reward.w_combined,
             w_likelihood=self.reward.w_likelihood,
-            empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
+            empty_nll=math.log(vocab_size),
         )
         # Nothing is learned from a failed conversation, not even how likely its probes are.
-        is_failed_N = torch.tensor([one is not None for one in tree.failures_of_nodes()])
+        is_failed_N = torch.tensor([failure is not None for failure in tree.failures_of_nodes()])
         nodes["reward"] = reward_N.masked_fill(is_failed_N, math.nan)
 
 
@@ -408,9 +414,9 @@ def _mask_texts(mask_NT: Tensor, probes: Sequence[Turn]) -> Tensor:
     return mask_NT & (torch.arange(mask_NT.shape[1]) >= num_reasoning_N[:, None])
 
 
-def _if_any(values: list[Value | None]) -> list[Value | None]:
-    """Return the list; empty without any value."""
-    return values if any(value is not None for value in values) else []
+def _empty_if_all_missing(column: list[Value | None]) -> list[Value | None]:
+    """Return a column; empty without any value."""
+    return column if any(value is not None for value in column) else []
 
 
 # ---- growing a tree
@@ -440,23 +446,28 @@ class _TreeGrowth:
     """Grows trees level by level, two generation calls for all of them; collects node columns."""
 
     def __init__(self, sampler: TreeSampler, shape: TreeShape) -> None:
-        self.attacker, self.target, self.reader = sampler.attacker, sampler.target, sampler.reader
+        self.attacker = sampler.attacker
+        self.target = sampler.target
+        self.reader = sampler.reader
         self.shape = shape
         self._share_tokens = sampler._share_tokens
         self._scores_likelihood = sampler.reward.likelihood_model == "target"
+        # Columns of the tree, one value per node.
         self.parent: list[int] = []
         self.depth: list[int] = []
         self.episode: list[int] = []
-        self.contexts: list[list[int]] = []
         self.probes: list[Turn] = []
         self.responses: list[str] = []
         self.reasonings: list[str | None] = []
         self.calls: list[list[list[Any]] | None] = []
         self.failures: list[str | None] = []
         self.are_refused: list[bool] = []
+        # One context per parent, one batch per level.
+        self.contexts: list[list[int]] = []
         self.generations: list[Generation] = []
         self.target_nll: list[Tensor] = []
         self.read: dict[str, list[list[int]]] = {"attacker": [], "target": []}
+        """Token sequences that each model has read, for the count of unique ones."""
         self.seconds: dict[str, float] = {}
         # Agents that read texts have no session.
         self._attacker_session: GenerationSession | None = None
@@ -466,64 +477,50 @@ class _TreeGrowth:
         if not isinstance(self.target, ChatAgent):
             self._target_session = self.target.token_sampler.open_session()
 
-    def play(self, prompts: Sequence[str], first: int) -> None:
-        """Grow one tree from each opening prompt, the first being that of episode `first`."""
-        read = self.reader.conversation_format.encode_all(prompts)
-        openings: list[list[Turn]] = [[] for _ in prompts]
+    def play(self, prompts: Sequence[str], first_episode: int) -> None:
+        """Grow one tree from each opening prompt, numbered from `first_episode` on."""
+        reader_ids = self.reader.conversation_format.encode_all(prompts)
+        target_openings: list[list[Turn]] = [[] for _ in prompts]
         if not isinstance(self.target, ChatAgent):
-            openings = [
-                [Turn("assistant", prompt, ids=ids)]
-                for prompt, ids in zip(
-                    prompts, self.target.conversation_format.encode_all(prompts), strict=True
+            target_ids = self.target.conversation_format.encode_all(prompts)
+            for opening, prompt, ids in zip(target_openings, prompts, target_ids, strict=True):
+                # The target speaks first, so that its next message is a response.
+                opening.append(Turn("assistant", prompt, ids=ids))
+        parents = []
+        for episode, prompt in enumerate(prompts):
+            parents.append(
+                _OpenConversation(
+                    path=str(first_episode + episode),
+                    episode=episode,
+                    node=-1,
+                    attacker_turns=[Turn("user", prompt, ids=reader_ids[episode])],
+                    target_turns=target_openings[episode],
+                    texts=[prompt],
                 )
-            ]
-        parents = [
-            _OpenConversation(
-                path=str(first + episode),
-                episode=episode,
-                node=-1,
-                attacker_turns=[Turn("user", prompt, ids=read[episode])],
-                target_turns=openings[episode],
-                texts=[prompt],
             )
-            for episode, prompt in enumerate(prompts)
-        ]
         for depth in range(self.shape.tree_depth):
             parents = self._grow(parents, depth)
         if self._attacker_session is not None:
             assert isinstance(self.attacker, ConversationAgent)
             with self.timed("attacker"):
                 self.generations = self._attacker_session.settle(self.generations)
-            for one in self.generations:
-                _check_logprobs(self.attacker, one.logprobs_BT, one.mask_BT, self.shape)
+            for level in self.generations:
+                _check_logprobs(self.attacker, level.logprobs_BT, level.mask_BT, self.shape)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Add the duration of the block to a part's seconds."""
         started = time.perf_counter()
         yield
-        spent = time.perf_counter() - started
-        self.seconds[part] = self.seconds.get(part, 0.0) + spent
+        elapsed = time.perf_counter() - started
+        self.seconds[part] = self.seconds.get(part, 0.0) + elapsed
 
     def _grow(self, parents: list[_OpenConversation], depth: int) -> list[_OpenConversation]:
         """Add probes and responses to every open conversation, in one batch each."""
         contexts = self.reader.contexts([parent.attacker_turns for parent in parents])
-        width, start = self.shape.tree_width, len(self.probes)
-        children = [
-            _OpenConversation(
-                f"{parent.path}.{branch}",
-                parent.episode,
-                start + index * width + branch,
-                parent.attacker_turns,
-                parent.target_turns,
-                parent.texts,
-                None if parent.failure is None else SKIPPED,
-            )
-            for index, parent in enumerate(parents)
-            for branch in range(width)
-        ]
-        probes, turns = self._probe(contexts, children, depth)
-        for child, probe in zip(children, turns, strict=True):
+        children = self._branch(parents)
+        generation, probes = self._probe(contexts, children, depth)
+        for child, probe in zip(children, probes, strict=True):
             child.attacker_turns = [*child.attacker_turns, probe]
             child.texts = [*child.texts, probe.text]
             if probe.is_missing and child.failure is None:
@@ -533,6 +530,7 @@ class _TreeGrowth:
                 self._reply_in_text(self.target, children)
         else:
             self._reply_in_tokens(self.target, children)
+        width = self.shape.tree_width
         self.parent += [parent.node for parent in parents for _ in range(width)]
         self.depth += [depth] * len(children)
         self.episode += [child.episode for child in children]
@@ -542,8 +540,30 @@ class _TreeGrowth:
         self.failures += [child.failure for child in children]
         self.are_refused += [child.is_refused for child in children]
         self.contexts += contexts
-        self.probes += turns
-        self.generations.append(probes)
+        self.probes += probes
+        self.generations.append(generation)
+        return children
+
+    def _branch(self, parents: Sequence[_OpenConversation]) -> list[_OpenConversation]:
+        """Return the children of some conversations, without probes and responses yet."""
+        children: list[_OpenConversation] = []
+        first_node = len(self.probes)
+        for parent in parents:
+            # Nothing is requested for a conversation that has failed.
+            failure = None if parent.failure is None else SKIPPED
+            for branch in range(self.shape.tree_width):
+                children.append(
+                    _OpenConversation(
+                        path=f"{parent.path}.{branch}",
+                        episode=parent.episode,
+                        node=first_node + len(children),
+                        # Replaced, never extended in place: siblings share them.
+                        attacker_turns=parent.attacker_turns,
+                        target_turns=parent.target_turns,
+                        texts=parent.texts,
+                        failure=failure,
+                    )
+                )
         return children
 
     def _probe(
@@ -552,80 +572,95 @@ class _TreeGrowth:
         """Return the probes of a level, as sampled and as turns."""
         if isinstance(self.attacker, TextAttacker):
             with self.timed("attacker"):
-                replies = self._text_probes(self.attacker, children)
-            probes = self._tokenized([reply.text for reply in replies])
-            turns = self.reader.read_turns(probes)
-            return probes, [
-                replace(turn, text=reply.text, reasoning=reply.reasoning, is_missing=False)
-                for reply, turn in zip(replies, turns, strict=True)
-            ]
+                replies = self._request_probes(self.attacker, children)
+            generation = self._encode_probes([reply.text for reply in replies])
+            turns = []
+            for reply, turn in zip(replies, self.reader.read_turns(generation), strict=True):
+                # The text as it was received: its tokens may be cut, or decode to another one.
+                turns.append(
+                    replace(turn, text=reply.text, reasoning=reply.reasoning, is_missing=False)
+                )
+            return generation, turns
         session = self._attacker_session
         assert session is not None
-        uniforms = self._uniforms(self.attacker, children)
+        uniforms_BT = self._draw_uniforms(self.attacker, children)
         with self.timed("attacker"):
-            sampling = self.attacker.sampling
-            probes = session.generate(
-                contexts, self.shape.tree_width, uniforms, sampling
+            generation = session.generate(
+                contexts, self.shape.tree_width, uniforms_BT, self.attacker.sampling
             ).generation
-        _check_logprobs(self.attacker, probes.logprobs_BT, probes.mask_BT, self.shape)
-        self._note("attacker", contexts, probes)
+        _check_logprobs(self.attacker, generation.logprobs_BT, generation.mask_BT, self.shape)
+        self._record_read("attacker", contexts, generation)
         if depth + 1 == self.shape.tree_depth:
             # Free its keys and values for those of the last responses.
             session.close()
-        return probes, self.attacker.read_turns(probes)
+        return generation, self.attacker.read_turns(generation)
 
-    def _text_probes(
+    def _request_probes(
         self, attacker: TextAttacker, children: Sequence[_OpenConversation]
     ) -> list[ChatReply]:
         """Return probes of a text attacker; a failure ends its conversation."""
-        is_open = [child for child in children if child.failure is None]
-        seeds = [derive_seed(*self.shape.key, attacker.role, child.path) for child in is_open]
-        read = [
-            TextConversation(int(child.path.partition(".")[0]), child.texts) for child in is_open
-        ]
-        replies = dict(zip(map(id, is_open), attacker.probe(read, seeds), strict=True))
-        for child in is_open:
-            failure = replies[id(child)].failure
-            child.failure = None if failure is None else f"{FAILED_ATTACKER}{failure}"
-        return [replies.get(id(child), ChatReply("", SKIPPED)) for child in children]
+        open_children = [child for child in children if child.failure is None]
+        seeds = []
+        conversations = []
+        for child in open_children:
+            seeds.append(derive_seed(*self.shape.key, attacker.role, child.path))
+            episode = int(child.path.partition(".")[0])
+            conversations.append(TextConversation(episode, child.texts))
+        reply_by_node: dict[int, ChatReply] = {}
+        replies = attacker.probe(conversations, seeds)
+        for child, reply in zip(open_children, replies, strict=True):
+            reply_by_node[child.node] = reply
+            if reply.failure is not None:
+                child.failure = f"{FAILED_ATTACKER}{reply.failure}"
+        return [reply_by_node.get(child.node, ChatReply("", SKIPPED)) for child in children]
 
-    def _tokenized(self, texts: Sequence[str]) -> Generation:
+    def _encode_probes(self, texts: Sequence[str]) -> Generation:
         """Return turns in the reader's tokens, at most half its window, with NaN logprobs."""
-        longest = self.reader.language_model.context_window // 2
-        rows = [self.reader.encode_turn(text)[:longest] for text in texts]
+        max_tokens = self.reader.language_model.context_window // 2
+        rows = [self.reader.encode_turn(text)[:max_tokens] for text in texts]
         ids_BT, mask_BT = pad_right(rows, torch.device("cpu"))
-        return Generation(ids_BT, mask_BT, torch.zeros(ids_BT.shape).masked_fill(mask_BT, math.nan))
+        logprobs_BT = torch.zeros(ids_BT.shape).masked_fill(mask_BT, math.nan)
+        return Generation(ids_BT, mask_BT, logprobs_BT)
 
     def _reply_in_text(self, target: ChatAgent, children: Sequence[_OpenConversation]) -> None:
         """Add a chat model's responses; after a failure nothing is requested or learned from."""
-        is_open = [child for child in children if child.failure is None]
-        seeds = [derive_seed(*self.shape.key, target.role, child.path) for child in is_open]
-        replies = target.reply([child.texts for child in is_open], seeds)
-        by_child = dict(zip(map(id, is_open), replies, strict=True))
+        open_children = [child for child in children if child.failure is None]
+        seeds = [derive_seed(*self.shape.key, target.role, child.path) for child in open_children]
+        replies = target.reply([child.texts for child in open_children], seeds)
+        reply_by_node = {
+            child.node: reply for child, reply in zip(open_children, replies, strict=True)
+        }
         for child in children:
-            reply = by_child.get(id(child), ChatReply("", child.failure))
-            child.failure, child.is_refused = reply.failure, reply.is_refused
+            reply = reply_by_node.get(child.node, ChatReply("", child.failure))
+            child.failure = reply.failure
+            child.is_refused = reply.is_refused
             ids = self.reader.heard_ids(reply.text)
             child.attacker_turns = [*child.attacker_turns, Turn("user", reply.text, ids=ids)]
             child.texts = [*child.texts, reply.text]
-            child.reasoning, child.calls = reply.reasoning, plain_calls(reply.calls)
+            child.reasoning = reply.reasoning
+            child.calls = plain_calls(reply.calls)
 
     def _reply_in_tokens(
         self, target: ConversationAgent, children: Sequence[_OpenConversation]
     ) -> None:
         """Add a language model's responses."""
         for child in children:
-            ids, text = child.attacker_turns[-1].ids_without_reasoning, child.texts[-1]
-            read = target.heard_ids(text, ids if self._share_tokens else None)
-            child.target_turns = [*child.target_turns, Turn("user", text, ids=read)]
+            probe = child.attacker_turns[-1]
+            text = child.texts[-1]
+            # Shared tokens are passed on: encoding the text again could give others.
+            shared_ids = probe.ids_without_reasoning if self._share_tokens else None
+            ids = target.heard_ids(text, shared_ids)
+            child.target_turns = [*child.target_turns, Turn("user", text, ids=ids)]
         responses = target.read_turns(self._respond(target, children))
         for child, response in zip(children, responses, strict=True):
-            text, ids = response.text, response.ids_without_reasoning
-            read = self.reader.heard_ids(text, ids if self._share_tokens else None)
+            text = response.text
+            shared_ids = response.ids_without_reasoning if self._share_tokens else None
+            ids = self.reader.heard_ids(text, shared_ids)
             child.target_turns = [*child.target_turns, response]
-            child.attacker_turns = [*child.attacker_turns, Turn("user", text, ids=read)]
+            child.attacker_turns = [*child.attacker_turns, Turn("user", text, ids=ids)]
             if child.failure is None:
-                child.reasoning, child.calls = response.reasoning, plain_calls(response.calls)
+                child.reasoning = response.reasoning
+                child.calls = plain_calls(response.calls)
                 child.failure = CUT if response.is_missing else None
             child.texts = [*child.texts, text if child.failure is None else ""]
 
@@ -644,40 +679,44 @@ class _TreeGrowth:
                 target.conversation_format.last_turn_span(turns, context)
                 for turns, context in zip(conversations, contexts, strict=True)
             ]
-        uniforms = self._uniforms(target, children)
+        uniforms_BT = self._draw_uniforms(target, children)
         with self.timed("target"):
-            answered = self._target_session.generate(
+            turns = self._target_session.generate(
                 contexts,
                 1,
-                uniforms,
+                uniforms_BT,
                 target.sampling,
                 branching=self.shape.tree_width,
                 spans=spans,
             )
-        if spans is not None and answered.span_logprobs_CT is not None:
+        span_logprobs_CT = turns.span_logprobs_CT
+        if spans is not None and span_logprobs_CT is not None:
             lengths_C = torch.tensor([stop - start for start, stop in spans])
-            mask_CT = torch.arange(answered.span_logprobs_CT.shape[1]) < lengths_C[:, None]
-            _check_logprobs(target, answered.span_logprobs_CT, mask_CT, self.shape)
-            self.target_nll.append(mean_nll(answered.span_logprobs_CT, mask_CT))
-        replies = answered.generation
-        _check_logprobs(target, replies.logprobs_BT, replies.mask_BT, self.shape)
-        self._note("target", contexts, replies)
-        return replies
+            mask_CT = torch.arange(span_logprobs_CT.shape[1]) < lengths_C[:, None]
+            _check_logprobs(target, span_logprobs_CT, mask_CT, self.shape)
+            self.target_nll.append(mean_nll(span_logprobs_CT, mask_CT))
+        generation = turns.generation
+        _check_logprobs(target, generation.logprobs_BT, generation.mask_BT, self.shape)
+        self._record_read("target", contexts, generation)
+        return generation
 
-    def _uniforms(self, agent: ConversationAgent, children: Sequence[_OpenConversation]) -> Tensor:
+    def _draw_uniforms(
+        self, agent: ConversationAgent, children: Sequence[_OpenConversation]
+    ) -> Tensor:
         """Return random numbers for each child, which depend only on its position in the tree."""
         keys = [(*self.shape.key, agent.role, child.path) for child in children]
         return uniform_rows(keys, agent.sampling.max_new_tokens)
 
-    def _note(self, role: str, contexts: Sequence[Sequence[int]], generation: Generation) -> None:
+    def _record_read(
+        self, role: str, contexts: Sequence[Sequence[int]], generation: Generation
+    ) -> None:
         """Record the tokens that a model read: contexts, and turns except their last token."""
         rows_per_context = len(generation.ids_BT) // len(contexts)
         lengths = generation.mask_BT.sum(dim=1).tolist()
-        ids = generation.ids_BT.tolist()
-        self.read[role] += [
-            [*contexts[row // rows_per_context], *ids_T[: max(length - 1, 0)]]
-            for row, (ids_T, length) in enumerate(zip(ids, lengths, strict=True))
-        ]
+        for row, ids in enumerate(generation.ids_BT.tolist()):
+            context = contexts[row // rows_per_context]
+            num_read = max(lengths[row] - 1, 0)
+            self.read[role].append([*context, *ids[:num_read]])
 
 
 def _check_logprobs(
@@ -691,7 +730,7 @@ def _check_logprobs(
 # ---- parts, checks and ratings
 
 
-def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
+def merge_results(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
     """Merge the parts run by several processes into one tree, in order.
 
     Its seconds are those of the slowest process.
@@ -700,10 +739,11 @@ def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
     if len(parts) == 1:
         return parts[0]
     tree = merge_trees(parts)
-    tree.seconds = {
-        name: max(sum(part.seconds[name] for part in result.parts) for result in results)
-        for name in tree.seconds
-    }
+    seconds = {}
+    for name in tree.seconds:
+        by_process = [sum(part.seconds[name] for part in result.parts) for result in results]
+        seconds[name] = max(by_process)
+    tree.seconds = seconds
     return tree
 
 
@@ -714,62 +754,82 @@ def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
     NaN.
     """
     failures = tree.failures_of_nodes()
-    there = [node for node, failure in enumerate(failures) if failure is None]
-    exchanges, has_both = _exchanges(scorer, tree, there)
-    rated = scorer.rate(exchanges) if exchanges else Ratings(torch.zeros(0), torch.zeros(0) > 0)
+    ratable = [node for node, failure in enumerate(failures) if failure is None]
+    exchanges, are_both_equal = _build_exchanges(scorer, tree, ratable)
+    if exchanges:
+        ratings = scorer.rate(exchanges)
+    else:
+        ratings = Ratings(torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     is_error_N = torch.tensor([is_error(failure) for failure in failures])
-    if len(there) == len(failures) and has_both:
-        return rated, rated
-    found = []
-    for number in range(1 if has_both else 2):
-        part = slice(number * len(there), (number + 1) * len(there))
+
+    def spread(part: slice) -> Ratings:
+        """Return the ratings of some exchanges, one per ratable node, at all nodes."""
         scores_N = torch.full((len(failures),), math.nan)
         errors_N = is_error_N.clone()
-        scores_N[there], errors_N[there] = rated.scores_N[part], rated.is_error_N[part]
-        found.append(Ratings(scores_N, errors_N))
-    return found[0], found[-1]
+        scores_N[ratable] = ratings.scores_N[part]
+        errors_N[ratable] = ratings.is_error_N[part]
+        return Ratings(scores_N, errors_N)
+
+    num_ratable = len(ratable)
+    if not are_both_equal:
+        return spread(slice(0, num_ratable)), spread(slice(num_ratable, None))
+    if num_ratable < len(failures):
+        ratings = spread(slice(0, num_ratable))
+    return ratings, ratings
 
 
-def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[list[Exchange], bool]:
-    """Return the exchanges of some nodes: responses, then both together unless they are equal."""
+def _build_exchanges(
+    scorer: Scorer, tree: RolloutTree, nodes: Sequence[int]
+) -> tuple[list[Exchange], bool]:
+    """Return the exchanges of some nodes, and whether one exchange serves both scores.
+
+    Otherwise all responses come first, then all probes and responses together.
+    """
     reasonings = tree.response_reasonings or tree.blanks()
     calls = tree.response_calls or tree.blanks()
     if not scorer.reads_history:
-        responses = [Exchange(tree.responses[node], reasoning=reasonings[node]) for node in there]
-        both = [
-            Exchange(f"{tree.probes[node]} {tree.responses[node]}", reasoning=reasonings[node])
-            for node in there
-        ]
-        return [*responses, *both], False
+        responses = []
+        combined = []
+        for node in nodes:
+            text = tree.responses[node]
+            responses.append(Exchange(text, reasoning=reasonings[node]))
+            both_texts = f"{tree.probes[node]} {text}"
+            combined.append(Exchange(both_texts, reasoning=reasonings[node]))
+        return responses + combined, False
     # A scorer that reads the conversation sees the probe when it rates the response.
+    parents = tree.nodes["parent"].tolist()
+    episodes = tree.nodes["episode"].tolist()
     histories: list[tuple[Turn, ...]] = []
-    places = zip(tree.nodes["parent"].tolist(), tree.nodes["episode"].tolist(), strict=True)
-    for (parent, episode), probe in zip(places, tree.probes, strict=True):
+    for parent, episode, probe in zip(parents, episodes, tree.probes, strict=True):
         if parent < 0:
             before: tuple[Turn, ...] = (Turn("assistant", tree.prompts[episode]),)
         else:
-            answer = Turn("assistant", tree.responses[parent], calls=calls_of_plain(calls[parent]))
-            before = (*histories[parent], answer)
+            # Parents precede their children.
+            response_calls = calls_of_plain(calls[parent])
+            response = Turn("assistant", tree.responses[parent], calls=response_calls)
+            before = (*histories[parent], response)
         histories.append((*before, Turn("user", probe)))
-    episodes = tree.nodes["episode"].tolist()
-    return [
-        Exchange(
-            tree.responses[node],
-            histories[node],
-            columns=columns_of(tree.prompts[episodes[node]]),
-            reasoning=reasonings[node],
-            calls=calls_of_plain(calls[node]),
+    exchanges = []
+    for node in nodes:
+        exchanges.append(
+            Exchange(
+                tree.responses[node],
+                histories[node],
+                columns=columns_of(tree.prompts[episodes[node]]),
+                reasoning=reasonings[node],
+                calls=calls_of_plain(calls[node]),
+            )
         )
-        for node in there
-    ], True
+    return exchanges, True
 
 
-def num_probes_of(tree_width: int, tree_depth: int) -> int:
+def count_probes(tree_width: int, tree_depth: int) -> int:
     """Return the number of probes of a tree, or a number above `MAX_PROBES` if there are more."""
-    total, level = 0, 1
+    num_probes = 0
+    level_size = 1
     for _ in range(min(tree_depth, MAX_PROBES + 1)):
-        level *= tree_width
-        total += level
-        if total > MAX_PROBES:
+        level_size *= tree_width
+        num_probes += level_size
+        if num_probes > MAX_PROBES:
             break
-    return total
+    return num_probes

@@ -160,15 +160,17 @@ class ConversationAgent:
         `tools` are those that the agent reads in each conversation, in OpenAI's form as JSON. Where
         `continued` is True, the conversation's last turn is the beginning of this agent's next one.
         """
-        formats = [self.conversation_format.with_tools(own) for own in tools or ()]
-        formats = formats or [self.conversation_format] * len(conversations)
+        if tools:
+            forms = [self.conversation_format.with_tools(agent_tools) for agent_tools in tools]
+        else:
+            forms = [self.conversation_format] * len(conversations)
         continued = continued or [False] * len(conversations)
-        fitted: list[FittedContext] = [
-            self.fit(turns, form=form, is_begun=is_begun)
-            for form, turns, is_begun in zip(formats, conversations, continued, strict=True)
-        ]
-        self.num_truncated_contexts += sum(context.num_dropped_turns > 0 for context in fitted)
-        return [context.ids for context in fitted]
+        contexts = []
+        for form, turns, is_begun in zip(forms, conversations, continued, strict=True):
+            fitted = self.fit(turns, form=form, is_begun=is_begun)
+            self.num_truncated_contexts += fitted.num_dropped_turns > 0
+            contexts.append(fitted.ids)
+        return contexts
 
     def fit(
         self,
@@ -203,10 +205,14 @@ class ConversationAgent:
 
     def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
         """Return each turn's tokens without its end token."""
-        ends = {*self.language_model.end_ids, *self.sampling.end_ids}
-        rows = zip(generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist(), strict=True)
-        turns = [tuple(ids[:length]) for ids, length in rows]
-        return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
+        end_ids = {*self.language_model.end_ids, *self.sampling.end_ids}
+        lengths = generation.mask_BT.sum(dim=1).tolist()
+        contents = []
+        for ids, length in zip(generation.ids_BT.tolist(), lengths, strict=True):
+            has_end = length > 0 and ids[length - 1] in end_ids
+            num_content = length - 1 if has_end else length
+            contents.append(tuple(ids[:num_content]))
+        return contents
 
     def read_turns(
         self,
@@ -230,44 +236,53 @@ class ConversationAgent:
     def _read_turn(
         self, ids: tuple[int, ...], text: str, tools: ArgumentSchemas | None, *, is_cut: bool
     ) -> Turn:
-        form = self.message_format
-        if not form.has_marks and tools is None:
+        message_format = self.message_format
+        if not message_format.has_marks and tools is None:
             return Turn("assistant", text.strip(), ids=ids)
-        parsed = form.parse(text, tools=tools)
-        end = form.end_of_reasoning(text)
+        parsed = message_format.parse(text, tools=tools)
+        reasoning_end = message_format.end_of_reasoning(text)
         is_silent = not parsed.text.strip() and not parsed.calls
+        # A cut answer whose text has not begun is as unfinished as one within its reasoning.
+        has_ended_early = parsed.is_unfinished or (is_cut and reasoning_end > 0)
         turn = Turn(
             "assistant",
             parsed.text.strip(),
             parsed.reasoning,
             parsed.calls,
-            is_missing=is_silent and (parsed.is_unfinished or (is_cut and end > 0)),
+            is_missing=is_silent and has_ended_early,
             ids=ids,
         )
-        has_later_thought = form.thought is not None and form.thought.opening in text[end:]
-        if end == 0 and not has_later_thought:
+        thought = message_format.thought
+        has_later_thought = thought is not None and thought.opening in text[reasoning_end:]
+        if reasoning_end == 0 and not has_later_thought:
             return turn
-        turn = self._mark_reasoning(turn, text[:end])
+        turn = self._mark_reasoning(turn, text[:reasoning_end])
         if has_later_thought:
             # It is left out of a later context, too.
             return replace(turn, text_ids=self.conversation_format.encode(turn.text))
         return turn
 
-    def _mark_reasoning(self, turn: Turn, beginning: str) -> Turn:
+    def _mark_reasoning(self, turn: Turn, reasoning: str) -> Turn:
         """Mark the turn's first tokens, of which the decoded text begins with the reasoning."""
-        count = bisect_left(
-            range(len(turn.ids)),
-            len(beginning),
-            key=lambda number: len(self._decode_part(turn.ids[:number])),
+        ids = turn.ids
+        # The fewest tokens whose text is at least as long.
+        num_tokens = bisect_left(
+            range(len(ids)),
+            len(reasoning),
+            key=lambda number: len(self._decode_part(ids[:number])),
         )
-        if self._decode_part(turn.ids[:count]) != beginning:
+        if self._decode_part(ids[:num_tokens]) != reasoning:
             # A token reaches across the end of the reasoning.
-            rest = self._decode_part(turn.ids)[len(beginning) :].strip()
+            rest = self._decode_part(ids)[len(reasoning) :].strip()
             text_ids = self.conversation_format.encode(rest)
-            return replace(turn, num_reasoning_ids=count, text_ids=text_ids)
-        while count < len(turn.ids) and not self._decode_part(turn.ids[count : count + 1]).strip():
-            count += 1
-        return replace(turn, num_reasoning_ids=count)
+            return replace(turn, num_reasoning_ids=num_tokens, text_ids=text_ids)
+        # Whitespace after the reasoning belongs to it.
+        while num_tokens < len(ids):
+            next_text = self._decode_part(ids[num_tokens : num_tokens + 1])
+            if next_text.strip():
+                break
+            num_tokens += 1
+        return replace(turn, num_reasoning_ids=num_tokens)
 
     def _decode_part(self, ids: Sequence[int]) -> str:
         return self.message_format.decode(self.language_model.tokenizer, ids)
@@ -276,12 +291,16 @@ class ConversationAgent:
         self, turns: Sequence[tuple[int, ...]], *, with_calls: bool
     ) -> list[str]:
         """Return the texts of turns, with the special tokens that are marks."""
-        shown = {*self.message_format.shown_ids(with_calls=with_calls)}
-        if not shown:
+        mark_ids = set(self.message_format.shown_ids(with_calls=with_calls))
+        if not mark_ids:
             return self._decode(turns)
-        texts = {ids: self._decode_part(ids) for ids in turns if not shown.isdisjoint(ids)}
-        plain = iter(self._decode([ids for ids in turns if ids not in texts]))
-        return [texts[ids] if ids in texts else next(plain) for ids in turns]
+        marked_texts: dict[tuple[int, ...], str] = {}
+        for ids in turns:
+            if not mark_ids.isdisjoint(ids):
+                marked_texts[ids] = self._decode_part(ids)
+        # The others together, which is faster.
+        plain_texts = iter(self._decode([ids for ids in turns if ids not in marked_texts]))
+        return [marked_texts[ids] if ids in marked_texts else next(plain_texts) for ids in turns]
 
     def heard_ids(self, text: str, ids: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Return the tokens of another speaker's turn, cut where the window holds no more.
@@ -292,30 +311,35 @@ class ConversationAgent:
             Its tokens, if this model shares those of the speaker; else the text is tokenised, and
             may have more tokens than it had for the speaker.
         """
-        whole = self.conversation_format.encode(text) if ids is None else ids
-        if len(whole) <= self.room // 2:
-            return whole
-        longest = self.conversation_format.longest_turn(self.room)
-        self.num_truncated_contexts += len(whole) > longest
-        return whole[:longest]
+        if ids is None:
+            ids = self.conversation_format.encode(text)
+        # Almost all turns are so short that what a template adds need not be counted.
+        if len(ids) <= self.room // 2:
+            return ids
+        max_length = self.conversation_format.longest_turn(self.room)
+        self.num_truncated_contexts += len(ids) > max_length
+        return ids[:max_length]
 
     def encode_turn(self, text: str) -> list[int]:
         """Return the tokens of a given turn of this agent, with its end token.
 
         If the chat template opens a thought, they end it: the text is no reasoning.
         """
-        end = self.conversation_format.turn_end(self.language_model.end_ids)
-        form = self.message_format
-        if form.opens_thought and form.thought is not None:
-            text = f"\n{form.thought.closing}\n\n{text}"
-        return [*self.conversation_format.encode(text), *end]
+        end_ids = self.conversation_format.turn_end(self.language_model.end_ids)
+        message_format = self.message_format
+        if message_format.opens_thought and message_format.thought is not None:
+            text = f"\n{message_format.thought.closing}\n\n{text}"
+        return [*self.conversation_format.encode(text), *end_ids]
 
     def tokenize(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return turns with the tokens of their texts; roles are those of the chat template."""
         texts = [self.conversation_format.written_text(turn) for turn in turns]
-        distinct = list(dict.fromkeys(texts))
-        ids = dict(zip(distinct, self.conversation_format.encode_all(distinct), strict=True))
-        return [replace(turn, ids=ids[text]) for turn, text in zip(turns, texts, strict=True)]
+        distinct_texts = list(dict.fromkeys(texts))
+        encoded = self.conversation_format.encode_all(distinct_texts)
+        ids_by_text = dict(zip(distinct_texts, encoded, strict=True))
+        return [
+            replace(turn, ids=ids_by_text[text]) for turn, text in zip(turns, texts, strict=True)
+        ]
 
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""
@@ -327,15 +351,19 @@ class ConversationAgent:
 
     def _decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of turns, without special tokens."""
-        distinct = list(dict.fromkeys(map(tuple, turns)))
-        decoded = decode_all(self.language_model.tokenizer, [list(ids) for ids in distinct])
-        texts = dict(zip(distinct, decoded, strict=True))
+        # Turns of a rollout repeat; each is decoded once.
+        distinct_turns = list(dict.fromkeys(map(tuple, turns)))
+        decoded = decode_all(self.language_model.tokenizer, [list(ids) for ids in distinct_turns])
+        texts = dict(zip(distinct_turns, decoded, strict=True))
         return [texts[tuple(ids)] for ids in turns]
 
-    def shares_tokens_with(self, other: ConversationAgent) -> bool:
+    def shares_tokens_with(self, agent: ConversationAgent) -> bool:
         """Return whether both agents have the same vocabulary."""
-        mine, theirs = self.language_model.tokenizer, other.language_model.tokenizer
-        return mine is theirs or bool(mine.get_vocab() == theirs.get_vocab())
+        tokenizer = self.language_model.tokenizer
+        agent_tokenizer = agent.language_model.tokenizer
+        if tokenizer is agent_tokenizer:
+            return True
+        return bool(tokenizer.get_vocab() == agent_tokenizer.get_vocab())
 
     def opening_turns(self, ids: tuple[int, ...]) -> list[Turn]:
         """Return the turns of the shortest conversation that this agent reads, with a prompt."""
@@ -350,9 +378,9 @@ class ConversationAgent:
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), start=1):
             num_tokens = len(self.conversation_format.context(self.opening_turns(ids)))
             if num_tokens > self.room:
-                shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
+                excerpt = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
                 raise ContextLengthError(
-                    f"{split} prompt {number} ({shown!r}) has {num_tokens} tokens, but the "
+                    f"{split} prompt {number} ({excerpt!r}) has {num_tokens} tokens, but the "
                     f"{self.role}'s window of {self.language_model.context_window} leaves "
                     f"{self.room} before its turn of {self.sampling.max_new_tokens}. Shorten the "
                     f"prompt, or lower the {self.role}'s max_new_tokens."
@@ -424,12 +452,12 @@ def build_target(
 ) -> Speaker:
     """Build the target: a chat model, a model, or the attacker's base weights if it is the same."""
     if parameters.chat_model is not None:
-        model = open_chat_model(
+        chat_model = open_chat_model(
             parameters.chat_model, settings, scenario_dir=scenario_dir, label="target"
         )
         return ChatAgent(
             "target",
-            model,
+            chat_model,
             max_tokens=parameters.max_new_tokens,
             temperature=parameters.temperature,
             top_p=parameters.top_p,
@@ -437,11 +465,10 @@ def build_target(
             preamble=parameters.preamble,
         )
     device = resolve_device(settings.device)
-    return build_agent(
-        "target",
-        parameters,
-        load_target(parameters, attacker_model, device=device, scenario_dir=scenario_dir),
+    language_model = load_target(
+        parameters, attacker_model, device=device, scenario_dir=scenario_dir
     )
+    return build_agent("target", parameters, language_model)
 
 
 def load_target(
@@ -452,9 +479,10 @@ def load_target(
     scenario_dir: Path | None,
 ) -> TokenModel:
     """Load the target, or share the attacker's base weights if both are the same model."""
-    shared = attacker_model.base_for(target.language_model) if attacker_model is not None else None
-    if shared is not None:
-        return shared
+    if attacker_model is not None:
+        shared_model = attacker_model.base_for(target.language_model)
+        if shared_model is not None:
+            return shared_model
     return load_language_model(
         target.language_model, device=device, scenario_dir=scenario_dir, trainable=False
     )

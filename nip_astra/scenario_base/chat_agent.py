@@ -95,13 +95,14 @@ class ChatAgent:
 
     def request(self, turns: Sequence[str], seed: int) -> ChatRequest:
         """Return the request for a conversation's next turn; target and attacker alternate."""
-        is_target = self.role == "target"
-        messages: list[ChatMessage] = [
-            {"role": "assistant" if (number % 2 == 0) is is_target else "user", "content": text}
-            for number, text in enumerate(turns)
-        ]
+        messages = list(self._head)
+        for number, text in enumerate(turns):
+            # The target's opening is first. An agent's own turns are the assistant's.
+            is_target_turn = number % 2 == 0
+            is_own_turn = is_target_turn is (self.role == "target")
+            messages.append({"role": "assistant" if is_own_turn else "user", "content": text})
         return ChatRequest(
-            (*self._head, *messages),
+            tuple(messages),
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -112,14 +113,14 @@ class ChatAgent:
         self, conversations: Sequence[Sequence[str]], seeds: Sequence[int]
     ) -> list[ChatReply]:
         """Request the next turn of all conversations concurrently."""
-        pairs = zip(conversations, seeds, strict=True)
-        outcomes = complete_all(
-            self.chat_model, [self.request(turns, seed) for turns, seed in pairs]
-        )
-        count, replies = self.language_model.token_count, []
-        for outcome in outcomes:
-            count.forwarded += outcome.usage.prompt_tokens
-            count.generated += outcome.usage.completion_tokens
+        requests = [
+            self.request(turns, seed) for turns, seed in zip(conversations, seeds, strict=True)
+        ]
+        token_count = self.language_model.token_count
+        replies = []
+        for outcome in complete_all(self.chat_model, requests):
+            token_count.forwarded += outcome.usage.prompt_tokens
+            token_count.generated += outcome.usage.completion_tokens
             (sample,) = outcome.samples
             replies.append(ChatReply.from_sample(sample))
         return replies

@@ -21,7 +21,7 @@ from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.base import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
-from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, num_probes_of
+from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, count_probes
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     TargetParameters,
@@ -124,7 +124,7 @@ class AstChatScenario(Scenario):
 
         @model_validator(mode="after")
         def _can_be_held(self) -> Self:
-            num_probes = num_probes_of(self.tree_width, self.tree_depth)
+            num_probes = count_probes(self.tree_width, self.tree_depth)
             if num_probes > MAX_PROBES:
                 raise ValueError(
                     f"tree_width={self.tree_width} and tree_depth={self.tree_depth} give more than "
@@ -155,7 +155,8 @@ class AstChatScenario(Scenario):
         @field_validator("planted_failures")
         @classmethod
         def _names_are_unique(cls, planted: list[PlantedFailure]) -> list[PlantedFailure]:
-            duplicates = [name for name, n in Counter(p.name for p in planted).items() if n > 1]
+            counts = Counter(failure.name for failure in planted)
+            duplicates = [name for name, count in counts.items() if count > 1]
             if duplicates:
                 raise ValueError(f"has duplicate names {duplicates}; names must be unique")
             return planted
@@ -170,9 +171,9 @@ class AstChatScenario(Scenario):
         scenario_dir: Path | None,
         trainer_type: str,
     ) -> ConversationInstance:
-        device, seed = resolve_device(settings.device), hyper_params.seed
+        device = resolve_device(settings.device)
         datasets = _read_datasets(parameters.prompts, scenario_dir)
-        with adapters_drawn_from(derive_seed(seed, "adapter")):
+        with adapters_drawn_from(derive_seed(hyper_params.seed, "adapter")):
             attacker_model = load_language_model(
                 parameters.attacker.language_model,
                 device=device,
@@ -180,6 +181,7 @@ class AstChatScenario(Scenario):
                 trainable=True,
             )
         attacker = build_agent("attacker", parameters.attacker, attacker_model)
+        # Both may share the attacker's weights, without its adapter.
         target = build_target(
             parameters.target, attacker_model, settings, scenario_dir=scenario_dir
         )
@@ -191,25 +193,29 @@ class AstChatScenario(Scenario):
         reward_terms = build_reward_terms(
             parameters.reward.terms, device=device, scenario_dir=scenario_dir
         )
-        scorers = [scorer, *(s for term in reward_terms.values() for s in term.scorers)]
+        scorers = [scorer]
+        for term in reward_terms.values():
+            scorers += term.scorers
         services = open_services(scorers, settings)
         if isinstance(target, ChatAgent):
             services = {"target": target.chat_model, **services}
         resume_usage(services)
+        sampler = TreeSampler(
+            attacker,
+            target,
+            reference,
+            scorer,
+            parameters.reward,
+            max_cache_bytes=int(parameters.max_rollout_gib * 2**30),
+            num_parts=parameters.num_rollout_parts,
+        )
+        facts = without_other_target(parameters, scenario_dir)
         return ConversationInstance(
             kind=str(ScenarioType.AST_CHAT),
             agents={"attacker": attacker, "target": target, "reference": reference},
             datasets=datasets,
-            sampler=TreeSampler(
-                attacker,
-                target,
-                reference,
-                scorer,
-                parameters.reward,
-                max_cache_bytes=int(parameters.max_rollout_gib * 2**30),
-                num_parts=parameters.num_rollout_parts,
-            ),
-            planted_failures=without_other_target(parameters, scenario_dir).planted_failures,
+            sampler=sampler,
+            planted_failures=facts.planted_failures,
             scenario_dir=scenario_dir,
             services=services,
             reward_terms=reward_terms,
@@ -229,18 +235,24 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
     values: dict[str, Any] = {}
     for layer in read_yaml_layers(path, source=SCENARIO_FILE):
         values |= layer.values
-    own = values.get(str(values.get("kind"))) or {}
-    target = own.get("target") or {}
-    named = (target.get("language_model") or target.get("chat_model") or {}).get("model")
+    file_values = values.get(str(values.get("kind"))) or {}
+    file_target = file_values.get("target") or {}
+    file_model = file_target.get("language_model") or file_target.get("chat_model") or {}
+    file_model_name = file_model.get("model")
     model = parameters.target.language_model or parameters.target.chat_model
-    used = getattr(model, "model", None)
-    if named is None or _is_same_model(str(named), str(used), scenario_dir):
+    model_name = getattr(model, "model", None)
+    if file_model_name is None:
         return parameters
-    planted, evaluation = parameters.planted_failures, parameters.evaluation
-    if [p.name for p in planted] == [p["name"] for p in own.get("planted_failures") or ()]:
+    if _is_same_model(str(file_model_name), str(model_name), scenario_dir):
+        return parameters
+    planted = parameters.planted_failures
+    file_failures = [failure["name"] for failure in file_values.get("planted_failures") or ()]
+    # Other ones were given with the other model.
+    if [failure.name for failure in planted] == file_failures:
         planted = []
-    labelled = (own.get("evaluation") or {}).get("labelled_responses")
-    if evaluation.labelled_responses == labelled:
+    evaluation = parameters.evaluation
+    file_evaluation = file_values.get("evaluation") or {}
+    if evaluation.labelled_responses == file_evaluation.get("labelled_responses"):
         evaluation = evaluation.model_copy(update={"labelled_responses": None})
     return parameters.model_copy(update={"planted_failures": planted, "evaluation": evaluation})
 
@@ -249,8 +261,11 @@ def _is_same_model(first: str, second: str, scenario_dir: Path | None) -> bool:
     """Return whether two references denote one model; assumed for a reference with a `${...}`."""
     if first == second or "${" in first:
         return True
-    paths = [resolve_reference(reference, scenario_dir) for reference in (first, second)]
-    return len({path.resolve() if isinstance(path, Path) else path for path in paths}) == 1
+    sources = set()
+    for reference in (first, second):
+        source = resolve_reference(reference, scenario_dir)
+        sources.add(source.resolve() if isinstance(source, Path) else source)
+    return len(sources) == 1
 
 
 def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[Prompt]]:
@@ -260,6 +275,7 @@ def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict
     }
     for first, second in combinations(splits, 2):
         shared = set(splits[first]) & set(splits[second])
+        # Test figures would be those of prompts that the attacker was trained on.
         if shared:
             raise DataError(
                 f"the {first} and {second} prompts share {len(shared)}, for instance "

@@ -16,6 +16,7 @@ from nip_astra.scenarios.registry import register_scenario
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
+COLUMNS = ("y", "question", "solution", "name", "level", "mutation")
 PROBLEMS = "problems.jsonl"
 """Default file of problems, in the scenario's folder."""
 
@@ -52,22 +53,21 @@ class CodeValidationScenario(PureTextScenario):
         cls, parameters: Any, *, seed: int, scenario_dir: Path | None
     ) -> TextDatasets:
         path = (scenario_dir or Path()) / parameters.problems
-        problems = [
-            one
-            for one in read_problems(path)
-            if not parameters.levels or one["level"] in parameters.levels
-        ]
+        problems = read_problems(path)
+        if parameters.levels:
+            problems = [problem for problem in problems if problem["level"] in parameters.levels]
         num_test = max(round(parameters.test_share * len(problems)), 1)
         if len(problems) <= num_test:
             raise DataError(
                 f"{path} has {len(problems)} problems of levels={parameters.levels}, of which "
                 f"test_share={parameters.test_share} leaves none for training. Change these."
             )
+        # By problems, not by solutions: a test problem is unknown to the agents.
         random.Random(derive_seed(seed, "code_validation", "split")).shuffle(problems)
         num_wrong = parameters.num_wrong_solutions
         return TextDatasets(
-            _datapoints(problems[num_test:], num_wrong, seed),
-            _datapoints(problems[:num_test], num_wrong, seed),
+            _make_datapoints(problems[num_test:], num_wrong, seed),
+            _make_datapoints(problems[:num_test], num_wrong, seed),
         )
 
 
@@ -87,11 +87,12 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             problem = json.loads(line)
-            kinds = {bool(one["is_correct"]) for one in problem["solutions"] if str(one["code"])}
+            solutions = [solution for solution in problem["solutions"] if str(solution["code"])]
+            verdicts = {bool(solution["is_correct"]) for solution in solutions}
             types = {"name": str, "question": str, "level": int}
-            wrong = [key for key, kind in types.items() if not isinstance(problem[key], kind)]
-            if kinds != {True, False} or wrong:
-                raise DataError(f"{wrong or 'solutions'} is invalid")
+            invalid = [key for key, kind in types.items() if not isinstance(problem[key], kind)]
+            if verdicts != {True, False} or invalid:
+                raise DataError(f"{invalid or 'solutions'} is invalid")
         except (ValueError, KeyError, TypeError, DataError) as error:
             raise DataError(
                 f"line {number} of {path} is not a problem: {error!r}. Give a name, a level, a "
@@ -101,23 +102,23 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
     return problems
 
 
-def _datapoints(problems: list[dict[str, Any]], num_wrong: int, seed: int) -> NestedArrayDict:
+def _make_datapoints(problems: list[dict[str, Any]], num_wrong: int, seed: int) -> NestedArrayDict:
     """Return equal numbers of correct and wrong solutions of each problem."""
     rows = []
     for problem in problems:
         generator = random.Random(derive_seed(seed, "code_validation", problem["name"]))
-        right = [one for one in problem["solutions"] if one["is_correct"]]
-        wrong = [one for one in problem["solutions"] if not one["is_correct"]]
-        for one in generator.sample(wrong, min(num_wrong, len(wrong))):
-            rows += [(problem, generator.choice(right)), (problem, one)]
-    return NestedArrayDict(
-        {
-            "y": [int(solution["is_correct"]) for _, solution in rows],
-            "question": [problem["question"] for problem, _ in rows],
-            "solution": [solution["code"] for _, solution in rows],
-            "name": [problem["name"] for problem, _ in rows],
-            "level": [problem["level"] for problem, _ in rows],
-            "mutation": [solution.get("mutation", "") for _, solution in rows],
-        },
-        len(rows),
-    )
+        correct = [solution for solution in problem["solutions"] if solution["is_correct"]]
+        wrong = [solution for solution in problem["solutions"] if not solution["is_correct"]]
+        for wrong_solution in generator.sample(wrong, min(num_wrong, len(wrong))):
+            for solution in (generator.choice(correct), wrong_solution):
+                row = {
+                    "y": int(solution["is_correct"]),
+                    "question": problem["question"],
+                    "solution": solution["code"],
+                    "name": problem["name"],
+                    "level": problem["level"],
+                    "mutation": solution.get("mutation", ""),
+                }
+                rows.append(row)
+    columns = {name: [row[name] for row in rows] for name in COLUMNS}
+    return NestedArrayDict(columns, len(rows))

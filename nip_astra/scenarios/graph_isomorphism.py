@@ -65,7 +65,7 @@ class GraphIsomorphismScenario(TensorDictScenario):
         if pairs.file is not None:
             train, test = load_pairs(resolve_reference(pairs.file, scenario_dir))
             return Datasets(as_dataset(train), as_dataset(test))
-        return _generated(pairs.model_dump_json())
+        return _generate_datasets(pairs.model_dump_json())
 
     @classmethod
     def num_symbols(cls, parameters: Parameters, dataset: TensorDict) -> int:
@@ -110,27 +110,31 @@ class GraphIsomorphismScenario(TensorDictScenario):
     @classmethod
     def describe_datapoint(cls, parameters: Parameters, row: TensorDictBase) -> dict[str, Any]:
         """Return the edges of both graphs, and the refinement round that distinguishes them."""
-        graphs = [
-            {"num_nodes": int(mask_n.sum()), "edges": adjacency_nn.triu(1).nonzero().tolist()}
-            for adjacency_nn, mask_n in zip(row["adjacency"], row["node_mask"], strict=True)
-        ]
+        graphs = []
+        for adjacency_nn, mask_n in zip(row["adjacency"], row["node_mask"], strict=True):
+            # Each edge once: the adjacency is symmetric.
+            edges = adjacency_nn.triu(1).nonzero().tolist()
+            graphs.append({"num_nodes": int(mask_n.sum()), "edges": edges})
         score = int(row["wl_score"])
-        notes = {
-            ISOMORPHIC: "",
-            BEYOND_WL: f"{MAX_WL_ROUNDS} rounds of refinement do not distinguish the graphs",
-        }
-        return super().describe_datapoint(parameters, row) | {
-            "kind": cls.datapoint_kind,
-            "graphs": graphs,
-            "nodes_per_graph": row["node_mask"].shape[-1],
-            "wl_score": score,
-            "note": notes.get(score, f"refinement distinguishes the graphs in round {score}"),
-        }
+        if score == ISOMORPHIC:
+            note = ""
+        elif score == BEYOND_WL:
+            note = f"{MAX_WL_ROUNDS} rounds of refinement do not distinguish the graphs"
+        else:
+            note = f"refinement distinguishes the graphs in round {score}"
+        description = super().describe_datapoint(parameters, row)
+        description["kind"] = cls.datapoint_kind
+        description["graphs"] = graphs
+        description["nodes_per_graph"] = row["node_mask"].shape[-1]
+        description["wl_score"] = score
+        description["note"] = note
+        return description
 
 
 @lru_cache(maxsize=4)
-def _generated(parameters: str) -> Datasets:
-    """Generate both sets, once per process."""
+def _generate_datasets(parameters: str) -> Datasets:
+    """Generate both sets, once per process; the parameters as JSON, a hashable value."""
     pairs = GraphPairParameters.model_validate_json(parameters)
+    # Locked, since every caller gets the same ones.
     train, test = (as_dataset(generate_pairs(pairs, split)).lock_() for split in SPLITS)
     return Datasets(train, test)

@@ -67,7 +67,8 @@ class SummaryPolicyHead(AgentPolicyHead):
         d_summary: int,
     ) -> None:
         super().__init__(shape, impossible)
-        activation, num_linear = agent.activation_function, shape.message_space.num_linear_symbols
+        activation = agent.activation_function
+        num_linear = shape.message_space.num_linear_symbols
         num_places = shape.num_visible * shape.message_space.message_size
         self.round_shape = shape if agent.include_round_in_decider else None
         networks: list[nn.Module | None] = [
@@ -101,20 +102,23 @@ class SummaryPolicyHead(AgentPolicyHead):
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         decider, linear_selector = (getattr(self, name) for name in self.names[1:])
         message_logits_BVPS = self.symbol_logits(representation, observation)
-        decision_logits_B3 = linear_logits_BVPL = None
+        decision_logits_B3: Tensor | None = None
+        linear_logits_BVPL: Tensor | None = None
         if decider is not None:
-            decision_logits_B3 = decider(
-                _summary(representation, self.key, observation, self.round_shape)
-            )
+            summary = _summary(representation, self.key, observation, self.round_shape)
+            decision_logits_B3 = decider(summary)
         if linear_selector is not None:
-            linear = linear_selector(_summary(representation, self.key, observation, None))
-            linear_logits_BVPL = linear.view(*message_logits_BVPS.shape[:3], -1)
+            summary = _summary(representation, self.key, observation, None)
+            linear_logits = linear_selector(summary)
+            linear_logits_BVPL = linear_logits.view(*message_logits_BVPS.shape[:3], -1)
         return PolicyOutput(message_logits_BVPS, decision_logits_B3, linear_logits_BVPL)
 
     def by_place(self, logits_BSF: Tensor) -> Tensor:
         """Reshape logits by symbol, with all message places last, to [B, V, P, S]."""
-        places = (self.shape.num_visible, self.shape.message_space.message_size)
-        return logits_BSF.transpose(1, 2).reshape(len(logits_BSF), *places, -1)
+        num_channels = self.shape.num_visible
+        message_size = self.shape.message_space.message_size
+        logits_BFS = logits_BSF.transpose(1, 2)
+        return logits_BFS.reshape(len(logits_BSF), num_channels, message_size, -1)
 
 
 class SummaryValueHead(AgentValueHead):

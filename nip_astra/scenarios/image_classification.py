@@ -66,11 +66,12 @@ class ImageClassificationScenario(TensorDictScenario):
         datasets = build_image_datasets(parameters.dataset, scenario_dir=scenario_dir)
         train, test = datasets
         _check_size(parameters, train)
-        models = {
-            embedding_key(agent.pretrained_embeddings_model): agent.pretrained_embeddings_model
-            for agent in parameters.agents.values()
-            if agent.pretrained_embeddings_model is not None and not agent.is_random
-        }
+        # Agents with equal models share the embeddings.
+        models = {}
+        for agent in parameters.agents.values():
+            model = agent.pretrained_embeddings_model
+            if model is not None and not agent.is_random:
+                models[embedding_key(model)] = model
         for key, model in models.items():
             train[key], test[key] = embed_all(
                 model, train["image"], test["image"], scenario_dir=scenario_dir
@@ -85,14 +86,17 @@ class ImageClassificationScenario(TensorDictScenario):
     def build_body(
         cls, parameters: Any, agent: Any, shape: AgentShape, dataset: TensorDict
     ) -> AgentBody:
-        model = agent.pretrained_embeddings_model
+        embedding_channels: int | None = None
+        if agent.pretrained_embeddings_model is not None:
+            embeddings_NFhw = dataset[embedding_key(agent.pretrained_embeddings_model)]
+            embedding_channels = embeddings_NFhw.shape[1]
         return ImageBody(
             agent,
             shape,
             _grid(parameters, dataset),
             num_block_groups=parameters.num_block_groups,
             initial_num_channels=parameters.initial_num_channels,
-            embedding_channels=None if model is None else dataset[embedding_key(model)].shape[1],
+            embedding_channels=embedding_channels,
         )
 
     @classmethod
@@ -111,13 +115,14 @@ class ImageClassificationScenario(TensorDictScenario):
     def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
         """Return the image's pixels from 0 to 255, and its height and width in latent pixels."""
         grid = ImageGrid.of(row["image"].shape, parameters.num_block_groups)
-        pixels_HWK = (row["image"].clamp(0.0, 1.0) * 255).round().long().permute(1, 2, 0)
+        pixels_KHW = (row["image"].clamp(0.0, 1.0) * 255).round().long()
+        pixels_HWK = pixels_KHW.permute(1, 2, 0)
         pixels = pixels_HWK.squeeze(-1) if grid.num_channels == 1 else pixels_HWK
-        return super().describe_datapoint(parameters, row) | {
-            "kind": cls.datapoint_kind,
-            "pixels": pixels.tolist(),
-            "latent": [grid.latent_height, grid.latent_width],
-        }
+        description = super().describe_datapoint(parameters, row)
+        description["kind"] = cls.datapoint_kind
+        description["pixels"] = pixels.tolist()
+        description["latent"] = [grid.latent_height, grid.latent_width]
+        return description
 
 
 def _grid(parameters: Any, dataset: TensorDict) -> ImageGrid:
@@ -125,19 +130,15 @@ def _grid(parameters: Any, dataset: TensorDict) -> ImageGrid:
 
 
 def _check_size(parameters: Any, dataset: TensorDict) -> None:
+    """Raise if an image has fewer than two symbols, of which a message could choose."""
     grid = _grid(parameters, dataset)
-    if grid.num_latent_pixels < 2:
-        possible = [
-            number
-            for number in range(1, max(grid.height, grid.width).bit_length())
-            if (grid.height >> number) * (grid.width >> number) >= 2
-        ]
-        advice = (
-            f"Set image_classification.num_block_groups to {possible[-1]} at most."
-            if possible
-            else "Choose larger images."
-        )
-        raise ConfigurationError(
-            f"halving images of {grid.height} x {grid.width} pixels {parameters.num_block_groups} "
-            f"times leaves {grid.num_latent_pixels} latent pixel, but a message needs two. {advice}"
-        )
+    if grid.num_latent_pixels >= 2:
+        return
+    advice = "Choose larger images."
+    for num_halvings in range(1, max(grid.height, grid.width).bit_length()):
+        if (grid.height >> num_halvings) * (grid.width >> num_halvings) >= 2:
+            advice = f"Set image_classification.num_block_groups to {num_halvings} at most."
+    raise ConfigurationError(
+        f"halving images of {grid.height} x {grid.width} pixels {parameters.num_block_groups} "
+        f"times leaves {grid.num_latent_pixels} latent pixel, but a message needs two. {advice}"
+    )

@@ -119,8 +119,8 @@ class PureTextScenario(Scenario):
             if not isinstance(agents, Mapping) or not isinstance(default, Mapping):
                 return values
             filled = {
-                name: {**default, **own} if isinstance(own, Mapping) else own
-                for name, own in agents.items()
+                name: {**default, **agent} if isinstance(agent, Mapping) else agent
+                for name, agent in agents.items()
             }
             return {**values, "agents": filled}
 
@@ -142,16 +142,16 @@ class PureTextScenario(Scenario):
         trainer_type: str,
     ) -> PureTextScenarioInstance:
         protocol = build_protocol_handler(hyper_params)
-        agents = {
-            name: TextAgent(
-                name, number, is_verifier=name in protocol.verifier_names, parameters=own
+        agents: dict[str, TextAgent] = {}
+        for name, agent_parameters in parameters_of_agents(parameters, protocol).items():
+            is_verifier = name in protocol.verifier_names
+            agents[name] = TextAgent(
+                name, len(agents), is_verifier=is_verifier, parameters=agent_parameters
             )
-            for number, (name, own) in enumerate(parameters_of_agents(parameters, protocol).items())
-        }
         game = cls.build_game(hyper_params, parameters, protocol, scenario_dir)
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
-        for split, data in zip(TextDatasets._fields, datasets, strict=True):
-            _check_data(data, split)
+        for split, dataset in zip(TextDatasets._fields, datasets, strict=True):
+            _check_dataset(dataset, split)
         loop = BackgroundLoop()
         groups = {}
         for name, members in group_agents(list(agents.values())).items():
@@ -189,12 +189,14 @@ class PureTextScenario(Scenario):
         cast = cast_of(parameters, protocol)
         roles: dict[str, str] = {name: cast.role(name) for name in names}
         folder = (scenario_dir or Path()) / PROMPTS_DIR
-        own = parameters_of_agents(parameters, protocol)
+        prompts = load_prompts(folder, roles, str(hyper_params.interaction_protocol))
+        agent_parameters = parameters_of_agents(parameters, protocol)
+        max_words = {name: agent_parameters[name].max_response_words for name in names}
         return TextGame(
             protocol,
-            load_prompts(folder, roles, str(hyper_params.interaction_protocol)),
+            prompts,
             human_names=cast.human_names,
-            max_words={name: own[name].max_response_words for name in names},
+            max_words=max_words,
             has_random_stance=parameters.randomize_prover_stance,
             hidden_columns=cls.hidden_columns,
         )
@@ -204,21 +206,23 @@ def cast_of(
     parameters: Any, protocol: ProtocolHandler, hidden_columns: tuple[str, ...] = ()
 ) -> Cast:
     """Return agents and their names, from a scenario's parameters."""
-    own = parameters_of_agents(parameters, protocol)
-    names = {name: one.human_name or name for name, one in own.items()}
-    return Cast(protocol, names, hidden_columns)
+    agents = parameters_of_agents(parameters, protocol)
+    human_names = {name: agent.human_name or name for name, agent in agents.items()}
+    return Cast(protocol, human_names, hidden_columns)
 
 
-def _check_data(data: NestedArrayDict, split: str) -> None:
+def _check_dataset(dataset: NestedArrayDict, split: str) -> None:
     """Raise for data without datapoints, or with labels other than 0 and 1."""
-    labels = data.get("y")
-    if labels is None or labels.shape != data.batch_size or len(data.batch_size) != 1:
+    labels = dataset.get("y")
+    is_row_per_label = labels is not None and labels.shape == dataset.batch_size
+    if not is_row_per_label or len(dataset.batch_size) != 1:
         raise DataError(
             f"the {split} data must be a NestedArrayDict of batch size [N] with labels y [N], got "
-            f"{data!r}."
+            f"{dataset!r}."
         )
-    if not len(data) or not set(labels.tolist()) <= {0, 1}:
+    distinct_labels = set(labels.tolist())
+    if len(dataset) == 0 or not distinct_labels <= {0, 1}:
         raise DataError(
-            f"the {split} data has {len(data)} datapoints with the labels "
-            f"{sorted(set(labels.tolist()))[:5]}. Give at least one, with labels 0 and 1."
+            f"the {split} data has {len(dataset)} datapoints with the labels "
+            f"{sorted(distinct_labels)[:5]}. Give at least one, with labels 0 and 1."
         )

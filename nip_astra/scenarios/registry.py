@@ -80,19 +80,21 @@ def parameters_of_agents(parameters: Any, protocol: ProtocolHandler) -> dict[str
     UnknownNameError, ConfigurationError
         If the parameters name an unknown agent, or an agent has none.
     """
-    given, names = parameters.agents, protocol.agent_names
-    for name in sorted(set(given) - {*names, DEFAULT_AGENT}):
+    sections = parameters.agents
+    names = protocol.agent_names
+    for name in sorted(set(sections) - {*names, DEFAULT_AGENT}):
         advice = f"Parameters of all agents belong in agents.{DEFAULT_AGENT}."
         raise UnknownNameError("agent", name, names, advice)
-    own = {name: given.get(name, given.get(DEFAULT_AGENT)) for name in names}
-    for name, value in own.items():
-        if value is None:
+    default = sections.get(DEFAULT_AGENT)
+    agents = {name: sections.get(name, default) for name in names}
+    for name, agent in agents.items():
+        if agent is None:
+            present = ", ".join(sorted(sections)) or "none"
             raise ConfigurationError(
-                f"no parameters for the agent {name!r}, only for "
-                f"{', '.join(sorted(given)) or 'none'}. Add agents.{name}, or "
+                f"no parameters for the agent {name!r}, only for {present}. Add agents.{name}, or "
                 f"agents.{DEFAULT_AGENT} for all agents."
             )
-    return own
+    return agents
 
 
 SCENARIOS: Registry[type[Scenario]] = Registry(

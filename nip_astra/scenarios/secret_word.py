@@ -52,9 +52,11 @@ class SecretWordScenario(PureTextScenario):
     def build_datasets(
         cls, parameters: Any, *, seed: int, scenario_dir: Path | None
     ) -> TextDatasets:
+        train_seed = derive_seed(seed, "secret_word", "train")
+        test_seed = derive_seed(seed, "secret_word", "test")
         return TextDatasets(
-            _claims(TRAIN_WORDS, parameters.num_train, derive_seed(seed, "secret_word", "train")),
-            _claims(TEST_WORDS, parameters.num_test, derive_seed(seed, "secret_word", "test")),
+            _claims(TRAIN_WORDS, parameters.num_train, train_seed),
+            _claims(TEST_WORDS, parameters.num_test, test_seed),
         )
 
 
@@ -63,8 +65,9 @@ def _claims(words: tuple[str, ...], count: int, seed: int) -> NestedArrayDict:
     generator = random.Random(seed)
     secrets, claims, labels = [], [], []
     for number in range(count):
-        word, other = generator.sample(words, 2)
+        word, wrong_word = generator.sample(words, 2)
+        is_true = number % 2 == 1
         secrets.append(word)
-        labels.append(number % 2)
-        claims.append(word if number % 2 else other)
+        labels.append(int(is_true))
+        claims.append(word if is_true else wrong_word)
     return NestedArrayDict({"y": labels, "word": secrets, "claim": claims}, count)

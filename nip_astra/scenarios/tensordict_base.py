@@ -97,16 +97,15 @@ class TensorDictScenario(Scenario):
             agents = values.get("agents") if isinstance(values, Mapping) else None
             if not isinstance(agents, Mapping):
                 return values
-            filled = {
-                name: explicit_values(own) if isinstance(own, RandomAgentParameters) else own
-                for name, own in agents.items()
-            }
+            filled = {}
+            for name, agent in agents.items():
+                is_random = isinstance(agent, RandomAgentParameters)
+                filled[name] = explicit_values(agent) if is_random else agent
             default = filled.get(DEFAULT_AGENT)
             if isinstance(default, Mapping):
-                filled = {
-                    name: _merged(default, own) if isinstance(own, Mapping) else own
-                    for name, own in filled.items()
-                }
+                for name, agent in filled.items():
+                    if isinstance(agent, Mapping):
+                        filled[name] = _merge(default, agent)
             return {**values, "agents": filled}
 
     @classmethod
@@ -178,25 +177,26 @@ class TensorDictScenario(Scenario):
         scenario_dir: Path | None,
         trainer_type: str,
     ) -> ProtocolInstance:
-        _check_is_whole(cls)
+        _check_is_complete(cls)
         device = resolve_device(settings.device)
         protocol = build_protocol_handler(hyper_params)
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
         for split, dataset in zip(Datasets._fields, datasets, strict=True):
             _check_dataset(dataset, split)
         datasets = Datasets(datasets.train.to(device), datasets.test.to(device))
-        space = MessageSpace(
-            cls.num_symbols(parameters, datasets.train),
-            parameters.message_size,
-            parameters.d_linear_message_space if parameters.include_linear_message_space else 0,
-        )
+        num_linear_symbols = 0
+        if parameters.include_linear_message_space:
+            num_linear_symbols = parameters.d_linear_message_space
+        num_symbols = cls.num_symbols(parameters, datasets.train)
+        space = MessageSpace(num_symbols, parameters.message_size, num_linear_symbols)
         agents = cls.build_agents(hyper_params, parameters, protocol, space, datasets, trainer_type)
         # A trainer changes the mode for training.
         combined = CombinedAgents(agents, protocol, space).to(device).eval()
-        steps = hyper_params.rl.steps_per_env_per_iteration or protocol.max_message_rounds
+        rl = hyper_params.rl
         num_environments = 1
+        # A solo agent plays no episodes.
         if trainer_type != "solo_agent":
-            rl = hyper_params.rl
+            steps = rl.steps_per_env_per_iteration or protocol.max_message_rounds
             num_environments = rl.rollouts_per_iteration or _num_environments(
                 rl.frames_per_batch, steps
             )
@@ -238,7 +238,7 @@ class TensorDictScenario(Scenario):
     ) -> dict[str, Agent]:
         """Build all agents of the protocol with the parts that the trainer needs."""
         agents = {}
-        for name, own in parameters_of_agents(parameters, protocol).items():
+        for name, agent_parameters in parameters_of_agents(parameters, protocol).items():
             shape = AgentShape(
                 name=name,
                 is_verifier=name not in protocol.prover_names,
@@ -249,10 +249,12 @@ class TensorDictScenario(Scenario):
                 message_space=space,
                 d_representation=parameters.d_representation,
             )
+            # Each agent has a seed of its own, so that another agent's parameters do not change its
+            # initial weights.
             with torch.random.fork_rng():
                 torch.manual_seed(derive_seed(hyper_params.seed, "agent", name))
                 agents[name] = cls._build_agent(
-                    hyper_params, parameters, own, shape, datasets.train, trainer_type
+                    hyper_params, parameters, agent_parameters, shape, datasets.train, trainer_type
                 )
         return agents
 
@@ -269,30 +271,41 @@ class TensorDictScenario(Scenario):
         if agent.is_random:
             head = RandomPolicyHead(shape, cls.impossible_symbols)
             return Agent(shape.name, agent, shape, policy_head=head)
-        is_solo, has_central_critic = trainer_type == "solo_agent", trainer_type == CENTRAL_CRITIC
+        is_solo = trainer_type == "solo_agent"
+        has_central_critic = trainer_type == CENTRAL_CRITIC
         body = cls.build_body(parameters, agent, shape, dataset)
-        value_body = value_head = None
+        value_body: AgentBody | None = None
+        value_head: AgentValueHead | None = None
         if not is_solo:
-            seen = shape
+            critic_shape = shape
             if has_central_critic:
-                seen = replace(shape, visible_channels=tuple(range(shape.num_channels)))
+                # It sees every channel, and has a value for each label.
+                all_channels = tuple(range(shape.num_channels))
+                critic_shape = replace(shape, visible_channels=all_channels)
             value_body = body
             if not hyper_params.rl.use_shared_body:
-                value_body = cls.build_body(parameters, agent, seen, dataset)
-            build_value_head = partial(cls.build_value_head, parameters, agent, seen)
-            value_head = (
-                LabelledValueHead(build_value_head) if has_central_critic else build_value_head()
-            )
-        needs_solo_head = is_solo or hyper_params.rl.pretrain_agents
+                value_body = cls.build_body(parameters, agent, critic_shape, dataset)
+            build_value_head = partial(cls.build_value_head, parameters, agent, critic_shape)
+            if has_central_critic:
+                value_head = LabelledValueHead(build_value_head)
+            else:
+                value_head = build_value_head()
+        # In this order: each part draws its weights from the agent's generator.
+        policy_head: AgentPolicyHead | None = None
+        if not is_solo:
+            policy_head = cls.build_policy_head(parameters, agent, shape)
+        solo_head: SoloAgentHead | None = None
+        if is_solo or hyper_params.rl.pretrain_agents:
+            solo_head = cls.build_solo_head(parameters, agent, shape)
         built = Agent(
             shape.name,
             agent,
             shape,
             policy_body=body,
             value_body=value_body,
-            policy_head=None if is_solo else cls.build_policy_head(parameters, agent, shape),
+            policy_head=policy_head,
             value_head=value_head,
-            solo_head=cls.build_solo_head(parameters, agent, shape) if needs_solo_head else None,
+            solo_head=solo_head,
         )
         if agent.use_orthogonal_initialisation:
             initialise_orthogonally(built, agent.orthogonal_initialisation_gain)
@@ -301,43 +314,48 @@ class TensorDictScenario(Scenario):
         return built
 
 
-def _check_is_whole(kind: type[TensorDictScenario]) -> None:
+def _check_is_complete(scenario_class: type[TensorDictScenario]) -> None:
     """Raise for a class with missing hooks: it is never instantiated, so Python does not check."""
-    missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "kind") else ["kind"])
+    missing = sorted(scenario_class.__abstractmethods__)
+    if not hasattr(scenario_class, "kind"):
+        missing.append("kind")
     if missing:
         raise ConfigurationError(
-            f"the scenario class {kind.__name__} lacks {', '.join(missing)}. Define them."
+            f"the scenario class {scenario_class.__name__} lacks {', '.join(missing)}. Define them."
         )
 
 
-def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `own` into `default`, group by group; a group of another `_type` replaces."""
+def _merge(default: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `values` into `default`, group by group; a group of another `_type` replaces."""
     merged = dict(default)
-    for name, value in own.items():
-        below = merged.get(name)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            is_same_kind = value.get("_type", below.get("_type")) == below.get("_type")
-            merged[name] = _merged(below, value) if is_same_kind else value
-        else:
-            merged[name] = value
+    for name, value in values.items():
+        default_value = merged.get(name)
+        merged[name] = value
+        if isinstance(value, Mapping) and isinstance(default_value, Mapping):
+            default_type = default_value.get("_type")
+            if value.get("_type", default_type) == default_type:
+                merged[name] = _merge(default_value, value)
     return merged
 
 
 def _num_environments(frames_per_batch: int, steps: int) -> int:
-    if frames_per_batch % steps:
+    num_environments = frames_per_batch // steps
+    if num_environments * steps != frames_per_batch:
+        valid_frames = max(num_environments, 1) * steps
         raise ConfigurationError(
             f"rl.frames_per_batch={frames_per_batch} is not a multiple of the {steps} rounds of an "
-            f"environment per iteration. Set it to {max(frames_per_batch // steps, 1) * steps}, or "
-            "set rl.steps_per_env_per_iteration."
+            f"environment per iteration. Set it to {valid_frames}, or set "
+            "rl.steps_per_env_per_iteration."
         )
-    return frames_per_batch // steps
+    return num_environments
 
 
 def _check_dataset(dataset: TensorDict, split: str) -> None:
     if len(dataset) == 0:
         raise DataError(f"the {split} dataset is empty. Give it at least one datapoint.")
     labels = dataset["y"]
-    if labels.shape != (len(dataset), 1) or not bool(((labels == 0) | (labels == 1)).all()):
+    is_label = (labels == 0) | (labels == 1)
+    if labels.shape != (len(dataset), 1) or not bool(is_label.all()):
         raise DataError(
             f"the labels `y` of the {split} dataset must be 0 or 1, of shape [{len(dataset)}, 1]; "
             f"got shape {list(labels.shape)}. Give two classes."
@@ -372,29 +390,34 @@ def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) 
 def _check_parts(agent: Agent, frames: Observation) -> None:
     representation = _read(agent, agent.policy_body, frames)
     if agent.policy_head is not None:
-        policy, space = _Part(agent, "policy head", agent.policy_head), agent.shape.message_space
+        policy = _Part(agent, "policy head", agent.policy_head)
+        space = agent.shape.message_space
         output = policy.run(agent.policy_head.logits, representation, frames)
         if not isinstance(output, PolicyOutput):
-            raise policy.error_of(_kind(output), "a PolicyOutput")
-        places, num_linear = [agent.shape.num_visible, space.message_size], space.num_linear_symbols
-        needed: dict[str, list[int] | None] = {
-            "message_logits_BVPS": [*places, space.num_symbols],
-            "linear_logits_BVPL": [*places, num_linear] if num_linear else None,
+            raise policy.shape_error(_describe(output), "a PolicyOutput")
+        # Visible channels and message positions, V and P.
+        message_shape = [agent.shape.num_visible, space.message_size]
+        num_linear = space.num_linear_symbols
+        expected_shapes: dict[str, list[int] | None] = {
+            "message_logits_BVPS": [*message_shape, space.num_symbols],
+            "linear_logits_BVPL": [*message_shape, num_linear] if num_linear else None,
         }
         if agent.shape.has_decision or output.decision_logits_B3 is not None:
-            needed["decision_logits_B3"] = [3]
-        for name, expected in needed.items():
+            expected_shapes["decision_logits_B3"] = [3]
+        for name, expected in expected_shapes.items():
             policy.check(getattr(output, name), expected, f"{name}: ")
         policy.run(agent.policy_head, representation, frames)
     if agent.solo_head is not None:
         solo = _Part(agent, "solo head", agent.solo_head)
         solo.check(solo.run(agent.solo_head, representation, frames), [2])
     if agent.value_head is not None:
-        seen = _read(agent, agent.value_body, frames)
-        whole = agent.value_head
-        head = whole.heads[0] if isinstance(whole, LabelledValueHead) else whole
-        value = _Part(agent, "value head", head)
-        value.check(value.run(head, seen, frames), [])
+        critic_representation = _read(agent, agent.value_body, frames)
+        head = agent.value_head
+        # Of a central critic the first label's head; its heads are alike.
+        checked_head = head.heads[0] if isinstance(head, LabelledValueHead) else head
+        value_part = _Part(agent, "value head", checked_head)
+        values = value_part.run(checked_head, critic_representation, frames)
+        value_part.check(values, [])
 
 
 def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Representation:
@@ -403,11 +426,12 @@ def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Represen
     part = _Part(agent, "body", body)
     representation: Any = part.run(body, frames)
     if not isinstance(representation, Mapping):
-        raise part.error_of(_kind(representation), "a dictionary of tensors")
-    for name, value in representation.items():
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != NUM_FRAMES:
+        raise part.shape_error(_describe(representation), "a dictionary of tensors")
+    for name, tensor in representation.items():
+        has_rows = isinstance(tensor, Tensor) and tensor.ndim > 0
+        if not has_rows or len(tensor) != NUM_FRAMES:
             expected = f"numbers of shape [{NUM_FRAMES}, ...]"
-            raise part.error_of(f"{name}: {_kind(value)}", expected)
+            raise part.shape_error(f"{name}: {_describe(tensor)}", expected)
     return representation
 
 
@@ -424,29 +448,34 @@ class _Part(NamedTuple):
         except Exception as error:
             raise self._error(f"fails: {type(error).__name__}: {error}") from error
 
-    def check(self, value: Any, expected: list[int] | None, name: str = "") -> None:
-        """Check that a value has the expected shape (B omitted), or is None if that is expected."""
-        wanted = "None" if expected is None else f"numbers of shape {[NUM_FRAMES, *expected]}"
-        if _kind(value) != wanted:
-            raise self.error_of(name + _kind(value), wanted)
+    def check(self, output: object, expected: list[int] | None, name: str = "") -> None:
+        """Check that an output has the expected shape (B omitted), or is None if expected."""
+        expected_description = "None"
+        if expected is not None:
+            expected_description = f"numbers of shape {[NUM_FRAMES, *expected]}"
+        description = _describe(output)
+        if description != expected_description:
+            raise self.shape_error(f"{name}{description}", expected_description)
 
-    def error_of(self, actual: str, expected: str) -> AgentShapeError:
+    def shape_error(self, actual: str, expected: str) -> AgentShapeError:
         return self._error(f"returns {actual}, expected {expected}")
 
     def _error(self, fault: str) -> AgentShapeError:
-        shape, space = self.agent.shape, self.agent.shape.message_space
+        shape = self.agent.shape
+        space = shape.message_space
+        module = type(self.module).__name__
+        decision = "a decision" if shape.has_decision else "no decision"
         return AgentShapeError(
-            f"the {self.kind} {type(self.module).__name__} of the agent {self.agent.name!r}, on "
-            f"{NUM_FRAMES} frames, {fault}. Give it the sizes of the agent's shape: num_visible "
-            f"{shape.num_visible}, message_size {space.message_size}, num_symbols "
-            f"{space.num_symbols}, num_linear_symbols {space.num_linear_symbols}, "
-            f"d_representation {shape.d_representation} and "
-            f"{'a' if shape.has_decision else 'no'} decision."
+            f"the {self.kind} {module} of the agent {self.agent.name!r}, on {NUM_FRAMES} frames, "
+            f"{fault}. Give it the sizes of the agent's shape: num_visible {shape.num_visible}, "
+            f"message_size {space.message_size}, num_symbols {space.num_symbols}, "
+            f"num_linear_symbols {space.num_linear_symbols}, d_representation "
+            f"{shape.d_representation} and {decision}."
         )
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        numbers = "numbers" if value.is_floating_point() else str(value.dtype)
-        return f"{numbers} of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+def _describe(output: object) -> str:
+    if isinstance(output, Tensor):
+        numbers = "numbers" if output.is_floating_point() else str(output.dtype)
+        return f"{numbers} of shape {list(output.shape)}"
+    return "None" if output is None else f"a {type(output).__name__}"

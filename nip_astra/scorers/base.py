@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from nip_astra.call_outcomes import kept_outcome
 from nip_astra.deadlines import TimeLimitExceeded, time_limit
 from nip_astra.errors import (
     ConfigurationError,
@@ -170,7 +171,7 @@ class Scorer:
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
         failed: set[bytes] = set()
         with counting(len(exchanges)):
-            checked = self._checked_verdicts(list(new.values())) if new else []
+            checked = self._kept_verdicts(new) if new else []
         for key, verdict in zip(new, checked, strict=True):
             if isinstance(verdict, ScorerError):
                 failed.add(key)
@@ -244,6 +245,20 @@ class Scorer:
         if self.reads_reasoning and exchange.reasoning is not None:
             read = [read, {"reasoning": exchange.reasoning}]
         return hashlib.blake2b(json.dumps(read).encode(), digest_size=KEY_BYTES).digest()
+
+    def _kept_verdicts(self, exchanges: Mapping[bytes, Exchange]) -> list[Verdict]:
+        """Return checked verdicts of exchanges by key, in a resumed run those of before."""
+        texts = list(exchanges.values())
+        if self.parameters.on_failure != "skip":
+            # A time limit ends the run, and changes no verdict.
+            return self._checked_verdicts(texts)
+        keys = [key.hex() for key in exchanges]
+        kept = kept_outcome(
+            "scorer",
+            [self._name, repr(self.parameters), self._code(), keys],
+            lambda: [_to_plain(verdict) for verdict in self._checked_verdicts(texts)],
+        )
+        return [_from_plain(verdict) for verdict in kept]
 
     def _checked_verdicts(self, exchanges: list[Exchange]) -> list[Verdict]:
         """Return checked verdicts; raise a failure, or retry it once and return it as an error."""
@@ -328,6 +343,15 @@ class Scorer:
             f"{exchange.text[:60]!r}. Return a number from 0 to 1, or None for no verdict; then "
             "resume the run."
         )
+
+
+def _to_plain(verdict: Verdict) -> float | str | None:
+    """Return a verdict as a value of JSON; an error as its message."""
+    return str(verdict) if isinstance(verdict, ScorerError) else verdict
+
+
+def _from_plain(kept: float | str | None) -> Verdict:
+    return ScorerError(kept) if isinstance(kept, str) else kept
 
 
 def open_services(

@@ -145,7 +145,7 @@ class JudgeScorer(Scorer):
             **address,
         )
         judge = OpenAIChatModel(
-            chat, what="the judge", scenario_dir=self.scenario_dir, device=self.device
+            chat, service_name="the judge", scenario_dir=self.scenario_dir, device=self.device
         )
         judge.reasoning_markers = parameters.reasoning_markers
         self._model = _RatingModel(judge, parameters.max_rating)

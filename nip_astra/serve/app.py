@@ -262,7 +262,7 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         ws="none",
         log_level=logging.WARNING,
         access_log=False,
-        # The guard decides by the address of the peer, which a client could forge by a header.
+        # Any client could forge a proxy's headers.
         proxy_headers=False,
         timeout_graceful_shutdown=SECONDS_TO_FINISH,
         timeout_keep_alive=SECONDS_IDLE,

@@ -24,8 +24,7 @@ NUM_KEPT = 200_000
 SECONDS_UNWRITTEN = 0.1
 """Maximum seconds for which log entries of requests without a key are held back to be batched.
 
-A transaction per request would cost more than the answer of a small model; a lost entry of a
-request without a key has no effect on its client."""
+A kill may lose them, which no client would notice."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, key TEXT, digest TEXT NOT NULL,

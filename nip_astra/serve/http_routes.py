@@ -73,6 +73,17 @@ class Rows(NamedTuple):
 
 Message = Mapping[str, Any]
 """An operation or its result, as tensors, numbers and texts by name."""
+OPERATIONS = (
+    "logprobs",
+    "backward",
+    "optim_step",
+    "sample",
+    "save_state",
+    "load_state",
+    "load_weights",
+    "save_weights_for_sampler",
+)
+"""Kinds of operations on a model."""
 
 
 class LoraBody(Body):
@@ -104,25 +115,15 @@ class HttpModel(HostedModel):
 
     def execute(self, message: Message) -> dict[str, Any]:
         """Run an operation, and count its tokens; raise `ApiError` if it is refused."""
-        operations: dict[str, Callable[[Message], dict[str, Any]]] = {
-            "logprobs": self._logprobs,
-            "backward": self._backward,
-            "optim_step": self._optim_step,
-            "sample": self._sample,
-            "save_state": self._save_state,
-            "load_state": self._load_state,
-            "load_weights": self._load_weights,
-            "save_weights_for_sampler": self._save_weights_for_sampler,
-        }
         kind = str(message.get("kind"))
-        if kind not in operations:
+        if kind not in OPERATIONS:
             raise bad_request(
-                f"unknown operation {kind[:100]!r}; known: {', '.join(operations)}. Use a client "
+                f"unknown operation {kind[:100]!r}; known: {', '.join(OPERATIONS)}. Use a client "
                 "of this version."
             )
         with self.policy.counting() as spent_tokens:
             try:
-                result = operations[kind](message)
+                result = self._run(kind, message)
             except NipAstraError:
                 raise
             except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -134,9 +135,33 @@ class HttpModel(HostedModel):
         tokens = {name: count for name, count in asdict(spent_tokens).items() if count}
         return {**result, "tokens": tokens}
 
-    def _logprobs(self, message: Message) -> dict[str, Any]:
-        rows = self._check_rows(message["rows"])
-        return {"logprobs": self.service.compute_logprobs(*rows)}
+    def _run(self, kind: str, message: Message) -> dict[str, Any]:
+        match kind:
+            case "logprobs":
+                rows = self._check_rows(message["rows"])
+                return {"logprobs": self.service.compute_logprobs(*rows)}
+            case "backward":
+                return self._backward(message)
+            case "optim_step":
+                max_grad_norm = message["max_grad_norm"]
+                figures = self.service.optim_step(
+                    lr=float(message["lr"]),
+                    max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
+                )
+                return asdict(figures)
+            case "sample":
+                return self._sample(message)
+            case "save_state":
+                return _pack_saved(self.service.save_state)
+            case "save_weights_for_sampler":
+                return _pack_saved(self.service.save_weights_for_sampler)
+            case "load_state":
+                _load_unpacked(message["files"], self.service.load_state)
+                # A state is saved between steps: gradients added since then are not part of it.
+                self.service.optimizer.zero_grad(set_to_none=True)
+            case "load_weights":
+                _load_unpacked(message["files"], self.policy.restore)
+        return {}
 
     def _backward(self, message: Message) -> dict[str, Any]:
         pieces = [
@@ -156,14 +181,6 @@ class HttpModel(HostedModel):
                 surrogate = (logprobs_BT * gradient_BT.to(logprobs_BT)).sum()
                 surrogate.backward()  # type: ignore[no-untyped-call]
         return {}
-
-    def _optim_step(self, message: Message) -> dict[str, Any]:
-        max_grad_norm = message["max_grad_norm"]
-        figures = self.service.optim_step(
-            lr=float(message["lr"]),
-            max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
-        )
-        return asdict(figures)
 
     def _sample(self, message: Message) -> dict[str, Any]:
         sent_options = message["options"]
@@ -203,22 +220,6 @@ class HttpModel(HostedModel):
                 f"random numbers have the shape {list(uniforms_BT.shape)}, the answers "
                 f"{expected_shape}. Send one for each token."
             )
-
-    def _save_state(self, message: Message) -> dict[str, Any]:
-        return _pack_saved(self.service.save_state)
-
-    def _save_weights_for_sampler(self, message: Message) -> dict[str, Any]:
-        return _pack_saved(self.service.save_weights_for_sampler)
-
-    def _load_state(self, message: Message) -> dict[str, Any]:
-        _load_unpacked(message["files"], self.service.load_state)
-        # A state is saved between steps. Gradients added since then are not part of it.
-        self.service.optimizer.zero_grad(set_to_none=True)
-        return {}
-
-    def _load_weights(self, message: Message) -> dict[str, Any]:
-        _load_unpacked(message["files"], self.policy.restore)
-        return {}
 
     def _check_rows(self, sent_rows: Any) -> Rows:
         rows = Rows(*sent_rows)

@@ -321,7 +321,7 @@ def main(state_dir: str, identity: str) -> int:
     store = JobStore(Path(state_dir))
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-    # Ctrl-C in a terminal reaches the whole process group; the service then stops this process.
+    # The service alone stops it, by SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         # A service killed before it noted its process may have left one that is still training.

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache, partial
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nip_astra.errors import ServiceError, nearest_names
@@ -145,6 +145,15 @@ def shutting_down() -> ApiError:
     """Return the refusal of a request by a service that is shutting down (503)."""
     text = "the service is shutting down. Send the request again once it has been restarted."
     return ApiError(503, text, kind="server_error", code="shutting_down")
+
+
+def make_refusal(make_error: Callable[[], ApiError]) -> Callable[[], Awaitable[Response]]:
+    """Return the handler of a route that is refused by name, with a new error each time."""
+
+    async def refuse() -> Response:
+        raise make_error()
+
+    return refuse
 
 
 # ---- bodies

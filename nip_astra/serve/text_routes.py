@@ -41,6 +41,7 @@ from nip_astra.serve.requests import (
     bad_request,
     check_body,
     internal_error,
+    make_refusal,
     overloaded,
     parse_json,
     read_body,
@@ -439,28 +440,29 @@ class TextReply:
         num_answers_per_prompt = num_answers // len(self._prompts)
         return {"prompt_token_ids": self._prompts[index // num_answers_per_prompt]}
 
-    def _token_ids(self, progress: Progress) -> Reply:
-        if self._prompts is None:
-            return {}
-        return {"token_ids": [record.token for record in progress.tokens]}
-
     def choice(self, index: int, progress: Progress, offset: int = 0) -> Reply:
         """Return an answer, or the part that a step adds to one of `offset` characters."""
-        if not self.is_chat:
-            return self._completion_choice(index, progress, offset)
-        message = self._message_part(index, progress)
-        finish_reason: str | None = progress.finish_reason
-        # Clients run the calls of an answer by this reason.
-        if finish_reason == "stop" and self._calls.get(index):
-            finish_reason = "tool_calls"
-        choice: Reply = {"index": index}
-        if progress.request.is_streamed:
-            choice["delta"] = message
+        choice: Reply = {"index": index, "finish_reason": progress.finish_reason, "logprobs": None}
+        if self.is_chat:
+            message = self._message_part(index, progress)
+            # Clients run the calls of an answer by this reason.
+            if progress.finish_reason == "stop" and self._calls.get(index):
+                choice["finish_reason"] = "tool_calls"
+            if progress.request.is_streamed:
+                choice["delta"] = message
+            else:
+                empty_message = {"role": "assistant", "content": None, "refusal": None}
+                choice["message"] = {**empty_message, **message}
         else:
-            choice["message"] = {"role": "assistant", "content": None, "refusal": None, **message}
-        choice["logprobs"] = self._chat_logprobs(progress)
-        choice["finish_reason"] = finish_reason
-        return {**choice, **self._token_ids(progress)}
+            choice["text"] = progress.text
+        if progress.request.num_top is not None:
+            if self.is_chat:
+                choice["logprobs"] = self._chat_logprobs(progress)
+            else:
+                choice["logprobs"] = self._completion_logprobs(progress, offset)
+        if self._prompts is not None:
+            choice["token_ids"] = [record.token for record in progress.tokens]
+        return choice
 
     def _message_part(self, index: int, progress: Progress) -> Reply:
         """Return the reasoning, content and calls that a step adds to an answer."""
@@ -496,9 +498,7 @@ class TextReply:
             message["content"] = ""
         return message
 
-    def _chat_logprobs(self, progress: Progress) -> Reply | None:
-        if progress.request.num_top is None:
-            return None
+    def _chat_logprobs(self, progress: Progress) -> Reply:
         content = []
         alternatives = self._decode_alternatives(progress)
         for record, top in zip(progress.tokens, alternatives, strict=True):
@@ -524,18 +524,6 @@ class TextReply:
             start = len(prefix.rstrip("\ufffd"))
             alternatives.append([(next(texts)[start:], logprob) for _, logprob in record.top])
         return alternatives
-
-    def _completion_choice(self, index: int, progress: Progress, offset: int) -> Reply:
-        logprobs = None
-        if progress.request.num_top is not None:
-            logprobs = self._completion_logprobs(progress, offset)
-        return {
-            "index": index,
-            "text": progress.text,
-            "logprobs": logprobs,
-            "finish_reason": progress.finish_reason,
-            **self._token_ids(progress),
-        }
 
     def _completion_logprobs(self, progress: Progress, offset: int) -> Reply:
         tokens: list[str] = []
@@ -579,9 +567,14 @@ def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
     """Return a response of /inference/v1/generate, in vLLM's format."""
     choices = []
     for index, answer in enumerate(answers):
-        logprobs = None
+        logprobs: Reply | None = None
         if answer.request.num_top is not None:
-            logprobs = {"content": [_token_logprobs(record) for record in answer.tokens]}
+            content = []
+            for record in answer.tokens:
+                top_logprobs = [_id_logprob(token, logprob) for token, logprob in record.top]
+                token_logprob = _id_logprob(record.token, record.logprob)
+                content.append({**token_logprob, "top_logprobs": top_logprobs})
+            logprobs = {"content": content}
         choice = {
             "index": index,
             "token_ids": [record.token for record in answer.tokens],
@@ -596,13 +589,8 @@ def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
     }
 
 
-def _token_logprobs(record: TokenRecord) -> Reply:
-    """Return a token with its alternatives, each by its number: not every token is a text."""
-    top_logprobs = [_id_logprob(token, logprob) for token, logprob in record.top]
-    return {**_id_logprob(record.token, record.logprob), "top_logprobs": top_logprobs}
-
-
 def _id_logprob(token: int, logprob: float) -> Reply:
+    # A token is named by its number: not every token is a text.
     return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
 
 
@@ -781,17 +769,15 @@ def text_routes(
     router.add_api_route("/v1/models", routes.models, methods=["GET"])
     router.add_api_route("/v1/models/{name}", routes.model, methods=["GET"])
     for path, reason in NOT_SERVED.items():
-        router.add_api_route(path, partial(_refuse, path, reason), methods=["POST"])
+        message = f"{path} is not served: {reason}"
+        make_error = partial(ApiError, 404, message, code="unsupported_route")
+        router.add_api_route(path, make_refusal(make_error), methods=["POST"])
     direct = [
         Route("/v1/chat/completions", routes.chat, methods=["POST"]),
         Route("/v1/completions", routes.completions, methods=["POST"]),
         Route("/inference/v1/generate", routes.generate, methods=["POST"]),
     ]
     return router, direct
-
-
-async def _refuse(path: str, reason: str) -> Response:
-    raise ApiError(404, f"{path} is not served: {reason}", code="unsupported_route")
 
 
 class _TextRoutes:
@@ -1047,7 +1033,8 @@ async def _prepare_grammar(
         grammar = body.grammar(engine.message_format, begins_in_thought=begins_in_thought)
         if grammar is not None:
             # In a thread, as a large schema takes seconds. The engine finds it in its cache.
-            await asyncio.to_thread(_compile, engine, grammar)
+            # `grammars` too is made on first use, from the whole vocabulary.
+            await asyncio.to_thread(lambda: engine.grammars.matcher(grammar))
     except (MissingDependencyError, ModelAbilityError) as error:
         message = f"{option} is not supported by the model {body.model!r}: {error}"
         raise bad_request(message, option, "unsupported_parameter") from error
@@ -1055,11 +1042,6 @@ async def _prepare_grammar(
         message = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
         raise bad_request(message, option, "invalid_value") from error
     return grammar
-
-
-def _compile(engine: Engine, grammar: str) -> None:
-    # `grammars` too is made on first use, from the whole vocabulary.
-    engine.grammars.matcher(grammar)
 
 
 def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:

@@ -29,6 +29,7 @@ from nip_astra.parameters.conversion import convert
 from nip_astra.parameters.files import flatten, parse_overrides, read_yaml_mapping
 from nip_astra.parameters.parameters_base import MAX_WHOLE, CheckedName, SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.tracking.figure_names import current_figure_name
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     REPORT,
@@ -50,7 +51,13 @@ _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"(log\s+)?({_NUMBER})\.\.({_NUMBER})")
 _MAX_DIGITS = 19
 _SEED = re.compile(r"^seed: .*\n", re.MULTILINE)
-_UNLIKE = ("seed", "package_version", "scenario", "plugins", "custom_trainer_module_path")
+_IGNORED_IN_COMPARISON = (
+    "seed",
+    "package_version",
+    "scenario",
+    "plugins",
+    "custom_trainer_module_path",
+)
 """Parameters in which runs of an arm may differ."""
 
 
@@ -110,6 +117,11 @@ class SearchParameters(SubParameters):
     seed: int = Field(default=0, le=MAX_WHOLE)
     """Root seed of the search; not the seed of the runs."""
 
+    @field_validator("objective")
+    @classmethod
+    def _has_current_name(cls, objective: str | None) -> str | None:
+        return None if objective is None else current_figure_name(objective)
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -121,18 +133,20 @@ class Arm:
     fixed: Mapping[str, str] = field(default_factory=dict)  # those with one value in all arms
 
     @property
-    def _varied(self) -> list[str]:
+    def _short_values(self) -> list[str]:
+        """The varied parameters as `name=value`, without their groups."""
         return [f"{path.rpartition('.')[2]}={_short(text)}" for path, text in self.values.items()]
 
     @property
     def tags(self) -> list[str]:
         """Tags of its runs on W&B, truncated to 64 characters each."""
-        return [tag[:64] for tag in (self.trainer, *self._varied)]
+        return [tag[:64] for tag in (self.trainer, *self._short_values)]
 
     @property
     def name(self) -> str:
         """Name in tables."""
-        return " ".join([self.trainer, *([self.scenario] if self.scenario else []), *self._varied])
+        scenario = [self.scenario] if self.scenario else []
+        return " ".join([self.trainer, *scenario, *self._short_values])
 
     def run_id(self, seed: int) -> str:
         """Return the id of a run, equal in every sweep with this arm."""
@@ -150,12 +164,15 @@ class Arm:
         run_id = self.run_id(seed)
         if run_id == f"{self.trainer}-s{seed}" or (directory / run_id).exists():
             return directory / run_id
-        end = f"-s{seed}-{_digest(run_id)}"
+        suffix = f"-s{seed}-{_digest(run_id)}"
         scenario = [Path(self.scenario).name] if self.scenario else []
-        parts = [self.trainer, *scenario, *self._varied]
+        parts = [self.trainer, *scenario, *self._short_values]
         name = re.sub(r"[^\w.-]+", "_", "-".join(parts), flags=re.ASCII)[:MAX_NAME].rstrip("-_.")
-        new = directory / f"{name}{end}"
-        return new if new.exists() else next(iter(directory.glob(f"*{end}")), new)
+        folder = directory / f"{name}{suffix}"
+        if folder.exists():
+            return folder
+        # A sweep over other parameters has named it otherwise; the digest is that of the arm.
+        return next(iter(directory.glob(f"*{suffix}")), folder)
 
 
 def _digest(value: Any) -> str:
@@ -257,14 +274,14 @@ class SweepPlan(SubParameters):
 
     @field_validator("parameters", "plugins")
     @classmethod
-    def _are_found_from_every_folder(cls, given: Any) -> Any:
-        return with_absolute_paths(given)
+    def _are_found_from_every_folder(cls, paths: Any) -> Any:
+        return with_absolute_paths(paths)
 
     @field_validator("trainers", "scenarios", "seeds")
     @classmethod
-    def _are_different(cls, given: list[Any]) -> list[Any]:
-        _refuse_repeated(given)
-        return given
+    def _are_different(cls, values: list[Any]) -> list[Any]:
+        _refuse_repeated(values)
+        return values
 
     @field_validator("grid")
     @classmethod
@@ -297,12 +314,12 @@ class SweepPlan(SubParameters):
     @property
     def arms(self) -> list[Arm]:
         """Return every combination, without seeds; a search's are known after it has ended."""
-        varied = [
+        assignments_by_path = [
             [(path, as_text(value)) for value in values]
             for path, values in self.grid.items()
             if len(values) > 1
         ]
-        return self._arms(lambda _: map(dict, product(*varied)))
+        return self._build_arms(lambda _: map(dict, product(*assignments_by_path)))
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -312,18 +329,20 @@ class SweepPlan(SubParameters):
     @property
     def first_arms(self) -> list[Arm]:
         """Return an arm per trainer and scenario, with the first value of each varied parameter."""
-        return self._arms(
-            lambda trainer: [
-                {path: as_text(_ends(one)[0]) for path, one in self.choices_of(trainer).items()}
-            ]
-        )
 
-    def _arms(self, values_of: Callable[[str], Iterable[Mapping[str, str]]]) -> list[Arm]:
+        def first_values(trainer: str) -> list[dict[str, str]]:
+            choices = self.choices_of(trainer)
+            return [{path: as_text(_ends(choice)[0]) for path, choice in choices.items()}]
+
+        return self._build_arms(first_values)
+
+    def _build_arms(self, combinations: Callable[[str], Iterable[Mapping[str, str]]]) -> list[Arm]:
+        """Return an arm per trainer, scenario and combination of the trainer's values."""
         return [
             Arm(trainer, scenario, values, self.fixed)
             for trainer in self.trainers
             for scenario in self.scenarios or [None]  # type: ignore[list-item]
-            for values in values_of(trainer)
+            for values in combinations(trainer)
         ]
 
     @property
@@ -336,11 +355,11 @@ class SweepPlan(SubParameters):
 
     def choices_of(self, trainer: str) -> dict[str, Choice]:
         """Return the `choices` of a trainer's trials, without parameters of the other trainers."""
-        others = {*self.trainers} - {trainer}
+        other_trainers = {*self.trainers} - {trainer}
         return {
             path: choice
             for path, choice in self.choices.items()
-            if path.partition(".")[0] not in others
+            if path.partition(".")[0] not in other_trainers
         }
 
     @property
@@ -364,41 +383,48 @@ class SweepPlan(SubParameters):
                 f"a sweep has at most {MAX_RUNS:,} runs, but this has {num_runs:,}. Give fewer "
                 "values."
             )
-        known: dict[str, Arm] = {}
+        arm_by_values: dict[str, Arm] = {}
         for arm in self.arms:
             resolved = self.resolve(arm)
             values = resolved.hyper_params.to_dict() | {"scenario": str(resolved.scenario_dir)}
-            other = known.setdefault(json.dumps(values, sort_keys=True), arm)
-            if other is not arm:
+            equal_arm = arm_by_values.setdefault(json.dumps(values, sort_keys=True), arm)
+            if equal_arm is not arm:
                 raise ConfigurationError(
-                    f"the arms {other.name!r} and {arm.name!r} are the same experiment. Leave out "
-                    "one of them."
+                    f"the arms {equal_arm.name!r} and {arm.name!r} are the same experiment. Leave "
+                    "out one of them."
                 )
             if directory is not None:
                 values = resolved.hyper_params.to_dict() | {"settings": {"test_run": is_test_run}}
-                self._check_begun(arm, values, directory)
+                self._check_started_runs(arm, values, directory)
 
-    def _check_begun(self, arm: Arm, values: Mapping[str, Any], directory: Path) -> None:
+    def _check_started_runs(self, arm: Arm, values: Mapping[str, Any], directory: Path) -> None:
         """Refuse runs of an arm that began with other values, except for their seed."""
-        now = dict(flatten(values))
-        known: dict[str, Any] = {}
+        current_values = dict(flatten(values))
+        stored_by_text: dict[str, Any] = {}
         for seed in self.seeds:
             run = RunDirectory(arm.folder_in(directory, seed))
             file = run.path / HYPER_PARAMETERS
             if not file.is_file():
                 continue
-            # Read once, since that takes a tenth of a second.
+            # Equal texts are parsed once, since that takes a tenth of a second.
             text = _SEED.sub("", file.read_text("utf-8", "replace"))
-            if text not in known:
-                known[text] = convert(run.read_yaml(HYPER_PARAMETERS), source=str(file))
+            if text not in stored_by_text:
+                stored_by_text[text] = convert(run.read_yaml(HYPER_PARAMETERS), source=str(file))
             has_settings = (run.path / SETTINGS).is_file()
             settings = run.read_yaml(SETTINGS) if has_settings else {}
-            then = dict(flatten(known[text] | {"settings": settings}))
+            stored_values = dict(flatten(stored_by_text[text] | {"settings": settings}))
             # Folders may have moved, and parameters been added in a later version.
-            names = [n for n in now.keys() & then.keys() if n.partition(".")[0] not in _UNLIKE]
-            found = differences({n: then[n] for n in names}, {n: now[n] for n in names})
-            if found:
-                lines = "\n".join(f"  {line}" for line in found)
+            compared_names = [
+                name
+                for name in current_values.keys() & stored_values.keys()
+                if name.partition(".")[0] not in _IGNORED_IN_COMPARISON
+            ]
+            changes = differences(
+                {name: stored_values[name] for name in compared_names},
+                {name: current_values[name] for name in compared_names},
+            )
+            if changes:
+                lines = "\n".join(f"  {line}" for line in changes)
                 raise ConfigurationError(
                     f"the run {run.path} began with other parameters:\n{lines}\nGive another "
                     "--sweep-dir, or remove that folder."
@@ -459,17 +485,18 @@ def _refuse_none_or_repeated(path: str, values: Sequence[Any]) -> None:
 
 def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:
     """Raise for two spellings of one value, such as 1e-4 and 0.0001."""
-    known: list[Any] = []
+    seen: list[tuple[bool, Any]] = []
     for value in values:
         try:
-            (read,) = parse_overrides([f"value={as_text(value)}"]).values.values()
+            (parsed,) = parse_overrides([f"value={as_text(value)}"]).values.values()
         except ParameterError:
             # Resolving the run reports the error.
             continue
-        read = isinstance(read, bool), read
-        if read in known:
+        # True equals 1 in Python.
+        identity = (isinstance(parsed, bool), parsed)
+        if identity in seen:
             raise ValueError(f"gives {as_text(value)}{of} twice, whose runs would be the same")
-        known.append(read)
+        seen.append(identity)
 
 
 class RequestedFigures:
@@ -478,20 +505,20 @@ class RequestedFigures:
     def __init__(self, plan: SweepPlan, metrics: Sequence[str] = ()) -> None:
         self._undeclared: dict[str, set[str]] = {}
         declared: dict[str, tuple[str, ...] | None] = {}
-        requested = dict.fromkeys(metrics)
+        requested = dict.fromkeys(map(current_figure_name, metrics))
         for arm in plan.first_arms:
             resolved = plan.resolve(arm)
             declared[arm.trainer] = resolved.trainer_class.declared_figures()
             if plan.search is not None:
                 requested[plan.objective_of(resolved)] = None
-        silent = {trainer for trainer, figures in declared.items() if figures is None}
-        known = [pattern for figures in declared.values() for pattern in figures or ()]
+        silent_trainers = {trainer for trainer, figures in declared.items() if figures is None}
+        patterns = [pattern for figures in declared.values() for pattern in figures or ()]
         for name in requested:
-            if any(fnmatchcase(name, pattern) for pattern in known):
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
                 continue
-            if not silent:
-                raise _unknown_figure(name, known)
-            self._undeclared[name] = set(silent)
+            if not silent_trainers:
+                raise _unknown_figure(name, patterns)
+            self._undeclared[name] = set(silent_trainers)
 
     def note(self, run: PlannedRun, folder: Path) -> None:
         """Check undeclared names against an ended run; raise if no other trainer can report one."""
@@ -499,8 +526,10 @@ class RequestedFigures:
             if run.arm.trainer not in trainers:
                 continue
             stored = read_results(folder)
-            reported = {*(stored.results.get("after") or {}), *(one.name for one in stored.figures)}
-            reported |= {one for row in stored.metrics for one in row if one.startswith(DEV)}
+            reported = set(stored.results.get("after") or {})
+            reported |= {figure.name for figure in stored.figures}
+            for row in stored.metrics:
+                reported |= {metric for metric in row if metric.startswith(DEV)}
             if name in reported:
                 del self._undeclared[name]
                 continue
@@ -509,34 +538,40 @@ class RequestedFigures:
                 raise _unknown_figure(name, reported)
 
 
-def _unknown_figure(name: str, known: Iterable[str]) -> UnknownNameError:
+def _unknown_figure(name: str, reported: Iterable[str]) -> UnknownNameError:
     advice = "Name one that a trainer of the sweep reports, by --metric or --objective."
-    return UnknownNameError("figure", name, sorted(set(known)), advice)
+    return UnknownNameError("figure", name, sorted(set(reported)), advice)
 
 
 def read_plan(source: str | Path | None, options: Mapping[str, Any] = {}) -> SweepPlan:
     """Read the plan of a YAML file or a sweep's folder, overridden by options of `sweep`."""
-    given = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     values: dict[str, Any] = {}
     if source is not None and Path(source).is_dir():
         values = read_stored_plan(Path(source)).to_dict()
-        if not given.get("trust") and not is_own_sweep(Path(source)):
+        if not options.get("trust") and not is_own_sweep(Path(source)):
             raise UntrustedRunError(
                 f"the sweep {source} is not known to be yours; running it would run the code and "
                 f"parameters that its {PLAN_FILE} names. Read that file, then add --trust."
             )
     elif source is not None:
         values = SweepPlan.from_dict(read_yaml_mapping(Path(source))).to_dict()
-    parsers: dict[str, Callable[[str], Any]]
-    parsers = {"trainers": _names, "scenarios": _names, "seeds": seeds_of, "parameters": str}
-    values |= {name: parse(given[name]) for name, parse in parsers.items() if name in given}
-    values["grid"] = {**values.get("grid", {}), **grid_of(given.get("grid", ()))}
-    values["plugins"] = [*values.get("plugins", []), *given.get("plugin", ())]
-    searched = {name: given[name] for name in SearchParameters.model_fields if name in given}
-    if searched or "ranges" in given:
-        stored = values.get("search") or {}
-        space = {**stored.get("space", {}), **space_of(given.get("ranges", ()))}
-        values["search"] = {**stored, **searched, "space": space}
+    parsers: dict[str, Callable[[str], Any]] = {
+        "trainers": _names,
+        "scenarios": _names,
+        "seeds": seeds_of,
+        "parameters": str,
+    }
+    for name, parse in parsers.items():
+        if name in options:
+            values[name] = parse(options[name])
+    values["grid"] = {**values.get("grid", {}), **grid_of(options.get("grid", ()))}
+    values["plugins"] = [*values.get("plugins", []), *options.get("plugin", ())]
+    search = {name: options[name] for name in SearchParameters.model_fields if name in options}
+    if search or "ranges" in options:
+        stored_search = values.get("search") or {}
+        space = {**stored_search.get("space", {}), **space_of(options.get("ranges", ()))}
+        values["search"] = {**stored_search, **search, "space": space}
     if source is None and not values.get("trainers"):
         raise ConfigurationError(
             "a sweep needs trainers. Name some, for instance --trainer ast_dpo,ast_ipo, or give a "
@@ -596,20 +631,25 @@ def space_of(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
         path, _, text = (part.strip() for part in assignment.partition("="))
         match = _RANGE.fullmatch(text)
         if not path or match is None or path in space:
+            problem = "repeats a parameter" if path in space else "is not a range"
             raise ConfigurationError(
-                f"--search {assignment!r} "
-                f"{'repeats a parameter' if path in space else 'is not a range'}. Write --search "
+                f"--search {assignment!r} {problem}. Write --search "
                 "'training.lr=log 1e-5..1e-3' or --search training.num_epochs=1..4; a list of "
                 "values is --set a.b=x,y."
             )
-        space[path] = {"low": _number(match[2]), "high": _number(match[3])}
-        space[path]["is_log"] = match[1] is not None
+        space[path] = {
+            "low": _number(match[2]),
+            "high": _number(match[3]),
+            "is_log": match[1] is not None,
+        }
     return space
 
 
 def _number(text: str) -> int | float:
     whole = _whole_number(text.lstrip("+-"))
-    return float(text) if whole is None else -whole if text.startswith("-") else whole
+    if whole is None:
+        return float(text)
+    return -whole if text.startswith("-") else whole
 
 
 def _whole_number(text: str) -> int | None:
@@ -624,12 +664,11 @@ def grid_of(assignments: Sequence[str]) -> dict[str, list[str]]:
         path, equals, values = assignment.partition("=")
         path = path.strip()
         if not equals or not path or path in grid:
+            problem = "repeats a parameter" if path in grid else "is not an assignment"
             raise ConfigurationError(
-                f"--set {assignment!r} "
-                f"{'repeats a parameter' if path in grid else 'is not an assignment'}. Write --set "
-                "training.lr=1e-5,1e-4."
+                f"--set {assignment!r} {problem}. Write --set training.lr=1e-5,1e-4."
             )
-        grid[path] = with_absolute_paths(list(_divided(values)))
+        grid[path] = with_absolute_paths(list(_split_values(values)))
     return grid
 
 
@@ -638,7 +677,8 @@ def seeds_of(text: str) -> list[int]:
     seeds: list[int] = []
     for part in text.split(","):
         low, dots, high = part.partition("..")
-        first, last = _whole_number(low), _whole_number(high if dots else low)
+        first = _whole_number(low)
+        last = _whole_number(high) if dots else first
         if first is None or last is None or not first <= last < first + MAX_RUNS:
             raise ConfigurationError(
                 f"--seeds {text!r}: {part!r} is neither a number nor a range of at most "
@@ -661,9 +701,10 @@ def shard_of(runs: Sequence[PlannedRun], shard: str | None) -> list[PlannedRun]:
     return list(runs)[number - 1 :: count]
 
 
-def _divided(values: str) -> Iterator[str]:
+def _split_values(values: str) -> Iterator[str]:
+    """Yield the parts between commas, except those in brackets or quotes."""
     depth, quote, start = 0, "", 0
-    for place, letter in enumerate(values):
+    for index, letter in enumerate(values):
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "\"'":
@@ -673,8 +714,8 @@ def _divided(values: str) -> Iterator[str]:
         elif letter in "]})":
             depth -= 1
         elif letter == "," and depth == 0:
-            yield values[start:place].strip()
-            start = place + 1
+            yield values[start:index].strip()
+            start = index + 1
     yield values[start:].strip()
 
 
@@ -684,9 +725,12 @@ def _ends(choice: Choice) -> list[Any]:
 
 def _short(value: str) -> str:
     """Shorten a value for a name, with at most four digits of a sampled number."""
+    if len(value) <= 8:
+        return value
     try:
-        return value if len(value) <= 8 else f"{float(value):.4g}"
+        return f"{float(value):.4g}"
     except ValueError:
+        # A text: a name, a path, a list.
         return value
 
 

@@ -41,6 +41,7 @@ from nip_astra.sweep.plan import (
     status_of,
 )
 from nip_astra.sweep.search import TrialRecord, best_first, read_trials
+from nip_astra.tracking.figure_names import current_figure_name
 from nip_astra.tracking.run_directory import REPORT, RunDirectory, write_atomically
 from nip_astra.utils.formatting import (
     NOTHING,
@@ -102,11 +103,11 @@ class SeedMean(NamedTuple):
     @property
     def has_seed_apart(self) -> bool:
         """Whether a seed's value lies far from the others', as that of a failed run does."""
-        values = [*self.values.values()]
+        values = list(self.values.values())
         if len(values) < FEW_SEEDS:
             return False
-        middle = median(values)
-        distances = [abs(value - middle) for value in values]
+        center = median(values)
+        distances = [abs(value - center) for value in values]
         # The factor makes the median distance of normal values their standard deviation.
         return max(distances) > APART * 1.4826 * median(distances)
 
@@ -173,8 +174,9 @@ class SweepResults:
         """The arms compared; for a search, its trials without repeated values, best first."""
         if self.plan.search is None:
             return self.plan.arms
-        ranked = best_first(self.trials, self.plan.search.direction)
-        return list({one.arm.run_id(0): one.arm for one in ranked}.values())
+        ranked_trials = best_first(self.trials, self.plan.search.direction)
+        arm_by_id = {trial.arm.run_id(0): trial.arm for trial in ranked_trials}
+        return list(arm_by_id.values())
 
     @property
     def selected_by(self) -> str | None:
@@ -194,18 +196,18 @@ class SweepResults:
         means = [self.over_seeds(arm, name) for name in names for arm in self.arms]
         # Student's interval covers a mean where failing seeds show. Where all are alike it is too
         # short if others fail: of 5 seeds it covers 42 % if one in ten fails, of 10 65 %.
-        alike = [
+        nums_of_similar_seeds = [
             len(mean.values)
             for mean in means
             if mean is not None and len(mean.values) < ENOUGH_SEEDS and not mean.has_seed_apart
         ]
-        if alike:
-            num_seeds = min(alike)
-            chance = (1 - RARE_FAILURE) ** num_seeds
+        if nums_of_similar_seeds:
+            num_seeds = min(nums_of_similar_seeds)
+            unseen_probability = (1 - RARE_FAILURE) ** num_seeds
             cautions.append(
                 f"Intervals over {counted(num_seeds, 'seed')} with similar values hold for such "
                 f"seeds. If one in ten fails, that stays unseen with a probability of "
-                f"{chance:.0%}: run {ENOUGH_SEEDS} seeds."
+                f"{unseen_probability:.0%}: run {ENOUGH_SEEDS} seeds."
             )
         return cautions
 
@@ -215,7 +217,7 @@ class SweepResults:
         return len({row["run_id"] for row in self.rows})
 
     @cached_property
-    def _rows_of(self) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    def _rows_by_figure(self) -> dict[tuple[str, str], list[dict[str, Any]]]:
         """Rows by figure and time, since there may be thousands."""
         grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in self.rows:
@@ -242,27 +244,36 @@ class SweepResults:
 
     def over_seeds(self, arm: Arm, name: str, when: str = "after") -> SeedMean | None:
         """Return a figure of an arm; None if no ended run has it."""
-        seeds = {arm.folder_in(self.directory, seed).name: seed for seed in self.plan.seeds}
-        rows = self._rows_of.get((name, when), ())
-        known = {seeds[row["run_id"]]: row for row in rows if row["run_id"] in seeds}
-        if not known:
+        name = current_figure_name(name)
+        seed_by_run = {arm.folder_in(self.directory, seed).name: seed for seed in self.plan.seeds}
+        rows = self._rows_by_figure.get((name, when), ())
+        row_by_seed = {
+            seed_by_run[row["run_id"]]: row for row in rows if row["run_id"] in seed_by_run
+        }
+        if not row_by_seed:
             return None
-        values = {seed: row["value"] for seed, row in known.items()}
-        counts = {seed: row["counts"] for seed, row in known.items()}
-        mean = _student(list(values.values()))
-        low, high = (0.0, 1.0) if is_share(name) else (-math.inf, math.inf)
-        ends = _ends(mean, low, high)
-        return SeedMean(values, mean.estimate.value, ends[0], ends[1], counts)
+        values = {seed: row["value"] for seed, row in row_by_seed.items()}
+        counts = {seed: row["counts"] for seed, row in row_by_seed.items()}
+        student = _student(list(values.values()))
+        lowest, highest = (0.0, 1.0) if is_share(name) else (-math.inf, math.inf)
+        low, high = _ends(student, lowest, highest)
+        return SeedMean(values, student.estimate.value, low, high, counts)
 
     def difference(self, arm: Arm, other: Arm, name: str) -> Difference | None:
         """Return a figure of an arm minus that of another; None without a common seed."""
-        one, two = self.over_seeds(arm, name), self.over_seeds(other, name)
-        seeds = sorted(one.values.keys() & two.values.keys()) if one and two else []
-        if one is None or two is None or not seeds:
+        figure, other_figure = self.over_seeds(arm, name), self.over_seeds(other, name)
+        if figure is None or other_figure is None:
             return None
-        pairs_S = [(one.values[seed], two.values[seed]) for seed in seeds]
-        paired = _student([a - b for a, b in pairs_S], scale=max(map(abs, chain(*pairs_S))))
-        mean, bound = paired.estimate.value, 1.0 if is_share(name) else math.inf
+        seeds = sorted(figure.values.keys() & other_figure.values.keys())
+        if not seeds:
+            return None
+        pairs_S = [(figure.values[seed], other_figure.values[seed]) for seed in seeds]
+        differences_S = [value - other_value for value, other_value in pairs_S]
+        # Differences below the rounding of the largest value are none.
+        scale = max(abs(value) for value in chain(*pairs_S))
+        paired = _student(differences_S, scale=scale)
+        mean = paired.estimate.value
+        bound = 1.0 if is_share(name) else math.inf
         low, high = _ends(paired, -bound, bound)
         p = None
         if low is not None:
@@ -293,16 +304,17 @@ class SweepResults:
         names : Sequence[str]
             Figures; none for all.
         """
-        return [row for name in names or self.figure_names for row in self._summary_of(name)]
+        figures = [current_figure_name(name) for name in names] or self.figure_names
+        return [row for name in figures for row in self._summarize(name)]
 
-    def _summary_of(self, name: str) -> list[dict[str, Any]]:
+    def _summarize(self, name: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for arm, before, mean, beside in self.compared(name):
             if mean is None:
                 continue
             rows.append(
                 {
-                    **_about(arm),
+                    **_describe_arm(arm),
                     "name": name,
                     "num_seeds": len(mean.values),
                     "before": before.mean if before else None,
@@ -315,7 +327,7 @@ class SweepResults:
                     "less_first_high": beside.high if beside else None,
                     "p": beside.p if beside else None,
                     "p_holm": None,
-                    **_selection(self.selected_by),
+                    **_selection_column(self.selected_by),
                 }
             )
         tested = [row for row in rows if row["p"] is not None]
@@ -361,18 +373,20 @@ def read_sweep(directory: str | Path) -> SweepResults:
     directory = Path(directory)
     plan = read_stored_plan(directory)
     trials = read_trials(directory, plan) if plan.search else []
-    arms = {one.arm.run_id(0): one.arm for one in trials}.values()
-    runs = [PlannedRun(arm, seed) for arm in arms for seed in plan.seeds] if trials else plan.runs
+    runs = plan.runs
+    if trials:
+        arm_by_id = {trial.arm.run_id(0): trial.arm for trial in trials}
+        runs = [PlannedRun(arm, seed) for arm in arm_by_id.values() for seed in plan.seeds]
     rows = []
     for run in runs:
         folder = run.folder_in(directory)
         if not RunDirectory(folder).has_ended:
             continue
-        about = {**_about(run.arm), "seed": run.seed, "run_id": folder.name}
-        rows += [{**about, **figure._asdict()} for figure in read_results(folder).figures]
+        run_columns = {**_describe_arm(run.arm), "seed": run.seed, "run_id": folder.name}
+        rows += [{**run_columns, **figure._asdict()} for figure in read_results(folder).figures]
     results = SweepResults(plan, directory, rows, trials)
     for row in rows:
-        row |= _selection(results.selected_by)
+        row |= _selection_column(results.selected_by)
     return results
 
 
@@ -386,12 +400,12 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _selection(selected_by: str | None) -> dict[str, str]:
+def _selection_column(selected_by: str | None) -> dict[str, str]:
     """Return a column with the test figure by which a search selected."""
     return {} if selected_by is None else {"selected_by": selected_by}
 
 
-def _about(arm: Arm) -> dict[str, Any]:
+def _describe_arm(arm: Arm) -> dict[str, Any]:
     return {
         "arm": arm.name,
         "trainer": arm.trainer,
@@ -418,7 +432,7 @@ def _ends(
 
 
 def _page(results: SweepResults) -> str:
-    groups = _groups(results)
+    groups = _read_groups(results)
     specs = [
         Spec("arms", "Arms", lambda: _arms(results)),
         Spec("pairs", "Paired tests", lambda: _pairs(results)),
@@ -445,32 +459,34 @@ def _arms(results: SweepResults) -> Context | None:
     if not results.rows:
         return None
     names = results.headlines()
-    tables = [_table_of(results, name) for name in names]
+    tables = [_build_table(results, name) for name in names]
     return {"tables": tables, "cautions": results.cautions(names)}
 
 
-def _table_of(results: SweepResults, name: str) -> Context:
+def _build_table(results: SweepResults, name: str) -> Context:
     rows = []
-    compared = list(results.compared(name))
-    means = [one.after for one in compared if one.after]
+    compared_arms = list(results.compared(name))
+    means = [compared.after for compared in compared_arms if compared.after]
     values = [value for mean in means for value in mean.values.values()]
-    # A line from 0 has no place for negative values.
-    limit = max([*values, *(mean.high or mean.mean for mean in means)], default=1.0)
-    limit = 0.0 if any(value < 0 for value in values) else limit
-    for place, (arm, before, mean, _) in enumerate(compared):
+    upper_ends = [mean.high or mean.mean for mean in means]
+    # A line from 0 has no room for negative values.
+    has_negative = any(value < 0 for value in values)
+    limit = 0.0 if has_negative else max([*values, *upper_ends], default=1.0)
+    for index, (arm, before, mean, _) in enumerate(compared_arms):
         if mean is None:
             continue
         low = None if mean.low is None else max(mean.low, 0.0)
+        color = _color(index)
         rows.append(
             {
                 "arm": arm.name,
-                "letter": letter(place),
-                "color": _color(place),
+                "letter": letter(index),
+                "color": color,
                 "num_seeds": len(mean.values),
                 "before": format_value(name, before.mean) if before else NOTHING,
                 "after": format_value(name, mean.mean),
                 "interval": interval(mean.low, mean.high, name),
-                "whisker": whisker(mean.mean, low, mean.high, limit=limit, color=_color(place)),
+                "whisker": whisker(mean.mean, low, mean.high, limit=limit, color=color),
                 "seeds": mean.each(partial(format_value, name)),
             }
         )
@@ -478,83 +494,98 @@ def _table_of(results: SweepResults, name: str) -> Context:
 
 
 def _pairs(results: SweepResults) -> Context | None:
-    placed = list(enumerate(results.arms))
-    pairs = list(combinations(placed, 2))
-    if len(placed) > MAX_COMPARED:
-        pairs = pairs[: len(placed) - 1]
-    tables: list[Context] = [
-        {"name": name, "rows": _tested(results, name, pairs)} for name in results.headlines()
-    ]
-    tables = [table for table in tables if table["rows"]]
+    numbered_arms = list(enumerate(results.arms))
+    # The first arm's pairs come first.
+    pairs = list(combinations(numbered_arms, 2))
+    if len(numbered_arms) > MAX_COMPARED:
+        pairs = pairs[: len(numbered_arms) - 1]
+    tables: list[Context] = []
+    for name in results.headlines():
+        rows = _test_pairs(results, name, pairs)
+        if rows:
+            tables.append({"name": name, "rows": rows})
     return {"tables": tables} if tables else None
 
 
-def _tested(
+def _test_pairs(
     results: SweepResults, name: str, pairs: Sequence[tuple[tuple[int, Arm], tuple[int, Arm]]]
 ) -> list[dict[str, str]]:
     """Return a row per pair of arms with at least two common seeds."""
-    known: list[tuple[str, Difference]] = []
-    for (place, arm), (other_place, other) in pairs:
-        beside = results.difference(other, arm, name)
-        if beside is not None and beside.num_seeds > 1:
-            known.append((f"{letter(other_place)} less {letter(place)}", beside))
-    adjusted = iter(holm([beside.p for _, beside in known if beside.p is not None]))
-    return [
-        {
-            "arms": arms,
-            "difference": _signed(beside.mean),
-            "interval": NOTHING
-            if beside.low is None or beside.high is None
-            else f"[{_signed(beside.low)}, {_signed(beside.high)}]",
-            "p": NOTHING if beside.p is None else f"{beside.p:.2g}",
-            "p_holm": NOTHING if beside.p is None else f"{next(adjusted):.2g}",
-            "num_seeds": str(beside.num_seeds),
-        }
-        for arms, beside in known
-    ]
+    differences_by_pair: list[tuple[str, Difference]] = []
+    for (index, arm), (other_index, other) in pairs:
+        difference = results.difference(other, arm, name)
+        if difference is not None and difference.num_seeds > 1:
+            label = f"{letter(other_index)} less {letter(index)}"
+            differences_by_pair.append((label, difference))
+    p_values = [difference.p for _, difference in differences_by_pair if difference.p is not None]
+    adjusted_p_values = iter(holm(p_values))
+    rows = []
+    for label, difference in differences_by_pair:
+        ends = p = p_holm = NOTHING
+        if difference.low is not None and difference.high is not None:
+            ends = f"[{_signed(difference.low)}, {_signed(difference.high)}]"
+        if difference.p is not None:
+            p = f"{difference.p:.2g}"
+            p_holm = f"{next(adjusted_p_values):.2g}"
+        rows.append(
+            {
+                "arms": label,
+                "difference": _signed(difference.mean),
+                "interval": ends,
+                "p": p,
+                "p_holm": p_holm,
+                "num_seeds": str(difference.num_seeds),
+            }
+        )
+    return rows
 
 
 def _trials(results: SweepResults) -> Context | None:
     if not results.trials or results.plan.search is None:
         return None
-    is_more = results.plan.search.direction == "maximize"
-    paths = list(dict.fromkeys(path for one in results.trials for path in one.arm.values))
-    places = {arm.run_id(0): place for place, arm in enumerate(results.arms)}
+    paths = list(dict.fromkeys(path for trial in results.trials for path in trial.arm.values))
+    rank_by_arm = {arm.run_id(0): rank for rank, arm in enumerate(results.arms)}
+    ranked_trials = sorted(
+        results.trials, key=lambda trial: (rank_by_arm[trial.arm.run_id(0)], trial.number)
+    )
     rows = [
         {
-            "number": one.number,
-            "state": one.state,
-            "value": decimal(one.value),
-            "trainer": one.arm.trainer,
-            "values": [value_text(one.arm.values.get(path, "")) for path in paths],
+            "number": trial.number,
+            "state": trial.state,
+            "value": decimal(trial.value),
+            "trainer": trial.arm.trainer,
+            "values": [value_text(trial.arm.values.get(path, "")) for path in paths],
         }
-        for one in sorted(results.trials, key=lambda one: (places[one.arm.run_id(0)], one.number))
+        for trial in ranked_trials
     ]
-    values = [(float(one.number), one.value) for one in results.trials if one.state == "complete"]
-    best, points = None, []
-    for number, value in values:
+    objectives = [
+        (float(trial.number), trial.value) for trial in results.trials if trial.state == "complete"
+    ]
+    choose_best = max if results.plan.search.direction == "maximize" else min
+    best_so_far: list[tuple[float, float]] = []
+    for number, value in objectives:
         if value is not None:
-            best = value if best is None else (max if is_more else min)(best, value)
-            points.append((number, best))
+            best = choose_best(value, best_so_far[-1][1]) if best_so_far else value
+            best_so_far.append((number, best))
     lines = [
-        Line("trial", values, 2, is_thin=True),
-        Line("best so far", points, 1, has_steps=True),
+        Line("trial", objectives, 2, is_thin=True),
+        Line("best so far", best_so_far, 1, has_steps=True),
     ]
     chart = line_chart("Objective", lines, note="thick: best so far", x_label="trial")
     return {"paths": paths, "rows": rows, "charts": [chart] if chart else []}
 
 
-def _groups(results: SweepResults) -> list[RunGroup]:
+def _read_groups(results: SweepResults) -> list[RunGroup]:
     """Return the runs of the first started arms."""
     groups: list[RunGroup] = []
-    for place, arm in enumerate(results.arms[:MAX_DRAWN]):
+    for index, arm in enumerate(results.arms[:MAX_DRAWN]):
         runs = []
         for seed in results.plan.seeds:
             # A run that has started may have written nothing yet.
             with suppress(RunDirectoryError):
                 runs.append(read_run(arm.folder_in(results.directory, seed)))
         if runs:
-            groups.append(RunGroup(letter(place), arm.name, _color(place), runs))
+            groups.append(RunGroup(letter(index), arm.name, _color(index), runs))
     return groups
 
 
@@ -580,8 +611,9 @@ def _runs(results: SweepResults) -> Context:
     return {"rows": rows, "num_failed": sum(row["status"] == RunStatus.FAILED for row in rows)}
 
 
-def _color(place: int) -> int:
-    return 1 + place % MAX_DRAWN
+def _color(index: int) -> int:
+    """Return the number of an arm's colour in the style sheet."""
+    return 1 + index % MAX_DRAWN
 
 
 def _signed(value: float) -> str:

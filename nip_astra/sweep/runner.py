@@ -223,13 +223,16 @@ class RayTasks(Launcher):
     def __init__(self, options: SweepOptions) -> None:
         self._options = options
         self._ray = open_ray(options.settings.get("ray_address"))
-        needed = {"CPU": options.num_cpus, "GPU": options.num_gpus}
+        required = {"CPU": options.num_cpus, "GPU": options.num_gpus}
         self._task = self._ray.remote(
             num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=MAX_RETRIES
         )(execute)
         available = self._ray.cluster_resources()
-        room = [available.get(name, 0) // amount for name, amount in needed.items() if amount]
-        self.num_at_once = options.num_processes or max(1, int(min(room, default=1)))
+        # How many runs each kind of resource has room for.
+        num_runs = [
+            int(available.get(name, 0) // amount) for name, amount in required.items() if amount
+        ]
+        self.num_at_once = options.num_processes or max(1, min(num_runs, default=1))
 
     @property
     def num_threads(self) -> int:
@@ -300,12 +303,12 @@ def run_sweep(
     sweep_plan = SweepPlan.from_dict(plain(plan))
     figures = check_sweep(sweep_plan, options, directory)
 
-    def note(one: FinishedRun) -> None:
-        on_end(one)
-        if one.status is RunStatus.ENDED:
-            figures.note(one.run, one.run.folder_in(directory))
+    def report_end(finished: FinishedRun) -> None:
+        on_end(finished)
+        if finished.status is RunStatus.ENDED:
+            figures.note(finished.run, finished.run.folder_in(directory))
 
-    SweepRunner(sweep_plan, directory, options).run(on_end=note, progress=progress)
+    SweepRunner(sweep_plan, directory, options).run(on_end=report_end, progress=progress)
     results = read_sweep(directory)
     results.write()
     return results
@@ -336,7 +339,9 @@ def check_sweep(
 
 
 @dataclass
-class _Working:
+class _ActiveRun:
+    """A run in progress: its job, and when it was started."""
+
     run: PlannedRun
     job: Job
     spec: RunSpec
@@ -364,7 +369,7 @@ class SweepRunner:
         }
         self._stopped_by: str | None = None
         self._ready: list[PlannedRun] = []
-        self._working: list[_Working] = []
+        self._active_runs: list[_ActiveRun] = []
 
     def run(
         self, *, on_end: Callable[[FinishedRun], object] = lambda _: None, progress: bool = False
@@ -397,35 +402,41 @@ class SweepRunner:
     ) -> list[FinishedRun]:
         finished: list[FinishedRun] = []
 
-        def note(one: FinishedRun) -> None:
-            finished.append(one)
-            queue.note(one)
-            bar.note(one)
-            on_end(one)
+        def note(finished_run: FinishedRun) -> None:
+            finished.append(finished_run)
+            queue.note(finished_run)
+            bar.note(finished_run)
+            on_end(finished_run)
+
+        def is_work_left() -> bool:
+            if self._active_runs:
+                return True
+            # A stopped sweep starts no further run.
+            return self._stopped_by is None and (bool(self._ready) or not queue.is_empty)
 
         try:
-            while self._working or (
-                self._stopped_by is None and (self._ready or not queue.is_empty)
-            ):
+            while is_work_left():
                 if self._stopped_by is None:
                     self._take(queue, note)
                     self._start(note)
                     self._prune(queue)
-                for one in [one for one in self._working if one.job.has_ended()]:
-                    self._working.remove(one)
-                    note(self._outcome(one))
-                bar.poll(self._ids_at_work)
-                time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
+                ended_runs = [active for active in self._active_runs if active.job.has_ended()]
+                for active_run in ended_runs:
+                    self._active_runs.remove(active_run)
+                    note(self._outcome(active_run))
+                bar.poll(self._active_run_ids)
+                is_waiting = bool(self._active_runs or self._ready)
+                time.sleep(POLL_SECONDS if is_waiting else 0.0)
         finally:
             # After an error, runs in progress save their work.
-            for one in self._working:
-                one.job.stop()
+            for active_run in self._active_runs:
+                active_run.job.stop()
         self._write_failures(finished)
         return finished
 
     @property
-    def _ids_at_work(self) -> list[str]:
-        return [one.run.run_id for one in self._working]
+    def _active_run_ids(self) -> list[str]:
+        return [active_run.run.run_id for active_run in self._active_runs]
 
     def _progress_path(self, run_id: str) -> Path:
         return self.directory.absolute() / LOGS_DIR / f"{run_id}.progress"
@@ -437,7 +448,7 @@ class SweepRunner:
         return is_ended
 
     def _take(self, queue: RunQueue, note: Callable[[FinishedRun], object]) -> None:
-        while len(self._working) + len(self._ready) < self.launcher.num_at_once:
+        while len(self._active_runs) + len(self._ready) < self.launcher.num_at_once:
             run = queue.take()
             if run is None:
                 return
@@ -447,19 +458,20 @@ class SweepRunner:
     def _start(self, note: Callable[[FinishedRun], object]) -> None:
         """Start ready runs, except those that another process is executing."""
         for run in list(self._ready):
-            if run.run_id in self._ids_at_work or not is_abandoned(run.folder_in(self.directory)):
+            is_active = run.run_id in self._active_run_ids
+            if is_active or not is_abandoned(run.folder_in(self.directory)):
                 # A process of a sweep that was killed is saving its work.
                 continue
             self._ready.remove(run)
             if not self._has_ended(run, note):
                 spec = self._spec(run)
-                self._working.append(_Working(run, self.launcher.start(spec), spec))
+                self._active_runs.append(_ActiveRun(run, self.launcher.start(spec), spec))
 
     def _prune(self, queue: RunQueue) -> None:
-        for one in self._working:
-            if not one.is_pruned and not queue.goes_on(one.run):
-                one.is_pruned = True
-                one.job.stop()
+        for active_run in self._active_runs:
+            if not active_run.is_pruned and not queue.goes_on(active_run.run):
+                active_run.is_pruned = True
+                active_run.job.stop()
 
     def _make_folder(self) -> None:
         if (self.directory / PLAN_FILE).exists() and not is_own_sweep(self.directory):
@@ -481,13 +493,16 @@ class SweepRunner:
         directory = self.directory.absolute()
         arm, logs, folder = run.arm, directory / LOGS_DIR, run.folder_in(directory)
         begin = ["run", "--trainer", arm.trainer, "--seed", str(run.seed), "--run-id", folder.name]
-        begin += ["--scenario", arm.scenario] if arm.scenario else []
-        begin += ["--parameters", self.plan.parameters] if self.plan.parameters else []
+        if arm.scenario:
+            begin += ["--scenario", arm.scenario]
+        if self.plan.parameters:
+            begin += ["--parameters", self.plan.parameters]
         for override in self.plan.overrides_of(arm):
             begin += ["--set", override]
+        tags = [*self.settings.get("wandb_tags", ()), *arm.tags]
         settings: dict[str, Any] = {
             **self.settings,
-            "wandb_tags": list(dict.fromkeys([*self.settings.get("wandb_tags", ()), *arm.tags])),
+            "wandb_tags": list(dict.fromkeys(tags)),
             "progress": False,
             "progress_path": str(self._progress_path(run.run_id)),
             "runs_dir": str(directory),
@@ -500,7 +515,8 @@ class SweepRunner:
             common += ["--plugin", plugin]
         for name, value in settings.items():
             common += ["--settings", f"{name}={json.dumps(value)}"]
-        common += ["--trust"] if self.options.is_trusted else []
+        if self.options.is_trusted:
+            common.append("--trust")
         return RunSpec(
             folder=str(folder),
             log=str(logs / f"{run.run_id}.txt"),
@@ -510,31 +526,35 @@ class SweepRunner:
             resume=("resume", str(folder), *common),
         )
 
-    def _outcome(self, one: _Working) -> FinishedRun:
-        status, message = status_of(one.run.folder_in(self.directory)), ""
+    def _outcome(self, active_run: _ActiveRun) -> FinishedRun:
+        status = status_of(active_run.run.folder_in(self.directory))
+        message = ""
         if status is not RunStatus.ENDED:
-            if one.is_pruned:
+            if active_run.is_pruned:
                 status = RunStatus.PRUNED
             elif self._stopped_by is not None:
                 status = RunStatus.STOPPED
             else:
-                status, message = RunStatus.FAILED, one.job.fault() or one.spec.last_line()
-        return FinishedRun(one.run, status, time.monotonic() - one.started, message)
+                status = RunStatus.FAILED
+                message = active_run.job.fault() or active_run.spec.last_line()
+        seconds = time.monotonic() - active_run.started
+        return FinishedRun(active_run.run, status, seconds, message)
 
     def _write_failures(self, finished: Sequence[FinishedRun]) -> None:
         """Store the last log lines of failed runs, for the report."""
         failures = read_failures(self.directory)
-        for one in finished:
-            failures.pop(one.run.run_id, None)
-            if one.status is RunStatus.FAILED:
-                failures[one.run.run_id] = one.message
+        for finished_run in finished:
+            run_id = finished_run.run.run_id
+            failures.pop(run_id, None)
+            if finished_run.status is RunStatus.FAILED:
+                failures[run_id] = finished_run.message
         write_atomically(self.directory / FAILURES_FILE, json.dumps(failures, indent=2) + "\n")
 
     def _stop(self, number: int, _: object) -> None:
         """Signal the runs to save their work, then end the sweep."""
         self._stopped_by = signal.Signals(number).name
-        for one in self._working:
-            one.job.stop()
+        for active_run in self._active_runs:
+            active_run.job.stop()
 
 
 class SweepBar:
@@ -551,7 +571,8 @@ class SweepBar:
         self._num_runs = num_runs
         self._path_of = progress_path
         self._bar = open_progress(num_runs * FIRST_GUESS, enabled, tqdm_func)
-        self._known: dict[str, tuple[int, int]] = {}
+        # By run id: iterations done and in all, of the runs that have reported any.
+        self._progress: dict[str, tuple[int, int]] = {}
         self._ended: dict[str, RunStatus] = {}
         self.poll([])
 
@@ -563,33 +584,39 @@ class SweepBar:
             if progress is not None:
                 self._count(run_id, *progress)
         text = f"{len(self._ended)} of {counted(self._num_runs, 'run')}, {len(ids)} at work"
-        failed = sum(status is RunStatus.FAILED for status in self._ended.values())
-        self._bar.set_description(f"{text}, {failed} failed" if failed else text)
+        num_failed = sum(status is RunStatus.FAILED for status in self._ended.values())
+        self._bar.set_description(f"{text}, {num_failed} failed" if num_failed else text)
 
-    def note(self, one: FinishedRun) -> None:
-        """Count an ended run; one that failed or had ended before counts in full."""
-        run_id = one.run.run_id
-        self._ended[run_id] = one.status
-        num_done, total = self._known.get(run_id, (0, self._mean()))
-        if one.status is RunStatus.PRUNED:
+    def note(self, finished: FinishedRun) -> None:
+        """Count an ended run in full, also if it failed or had ended before."""
+        run_id, status = finished.run.run_id, finished.status
+        self._ended[run_id] = status
+        num_done, total = self._progress.get(run_id, (0, self._mean_total()))
+        if status is RunStatus.PRUNED:
             total = num_done
-        if one.status is not RunStatus.STOPPED:
-            self._count(run_id, total, total, is_resumed=not one.seconds)
+        if status is not RunStatus.STOPPED:
+            # A run that had ended before took no time of this sweep.
+            self._count(run_id, total, total, is_resumed=not finished.seconds)
 
     def close(self) -> None:
         """Restore the terminal."""
         self._bar.close()
 
-    def _mean(self) -> int:
-        totals = [total for _, total in self._known.values() if total]
+    def _mean_total(self) -> int:
+        totals = [total for _, total in self._progress.values() if total]
         return round(sum(totals) / len(totals)) if totals else FIRST_GUESS
 
     def _count(self, run_id: str, num_done: int, total: int, *, is_resumed: bool = False) -> None:
-        before = self._known.get(run_id, (0, 0))[0]
-        self._known[run_id] = (num_done, total)
-        expected = max(self._num_runs - len(self._known), 0) * self._mean()
-        in_all = sum(one for _, one in self._known.values()) + expected
-        if in_all != self._bar.total:
-            self._bar.lengthen(in_all - self._bar.total)
-        if num_done > before:
-            (self._bar.skip if is_resumed else self._bar.step)(num_done - before)
+        num_done_before, _ = self._progress.get(run_id, (0, 0))
+        self._progress[run_id] = (num_done, total)
+        num_pending_runs = max(self._num_runs - len(self._progress), 0)
+        sweep_total = sum(run_total for _, run_total in self._progress.values())
+        sweep_total += num_pending_runs * self._mean_total()
+        if sweep_total != self._bar.total:
+            self._bar.lengthen(sweep_total - self._bar.total)
+        num_new = num_done - num_done_before
+        if num_new > 0:
+            if is_resumed:
+                self._bar.skip(num_new)
+            else:
+                self._bar.step(num_new)

@@ -27,6 +27,7 @@ from nip_astra.sweep.plan import (
     SweepPlan,
     as_text,
 )
+from nip_astra.tracking.figure_names import current_figure_name
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.tracker import METRICS_FILE
 from nip_astra.utils.seeding import derive_seed
@@ -160,10 +161,10 @@ class StudyQueue(RunQueue):
         return not self._open and self._num_suggested >= self.search.num_trials
 
     def take(self) -> PlannedRun | None:
-        for one in self._open:
+        for trial in self._open:
             # One seed after the other, so that a pruned trial has not cost all of them.
-            if one.waiting and not one.at_work:
-                return self._hand_out(one)
+            if trial.waiting and not trial.at_work:
+                return self._hand_out(trial)
         if self._num_suggested >= self.search.num_trials:
             return None
         # Named by number, so that a study that was killed proposes what it would have.
@@ -174,25 +175,26 @@ class StudyQueue(RunQueue):
 
     def goes_on(self, run: PlannedRun) -> bool:
         """Report new dev evaluations to Optuna; False if its pruner stops the trial."""
-        one = self._trial_of(run)
-        if not one.objective.startswith(DEV) or self.search.pruner == "none":
+        open_trial = self._find_trial(run)
+        if not open_trial.objective.startswith(DEV) or self.search.pruner == "none":
             return True
-        first = self.plan.seeds.index(run.seed) * STEPS_OF_A_SEED
-        new = [
-            (first + step, value)
-            for step, value in self._history(run, one.objective)
-            if first + step not in one.reported and math.isfinite(value)
-        ]
-        for step, value in new:
-            one.trial.report(value, step)
-            one.reported.add(step)
-        one.is_pruned = one.is_pruned or (bool(new) and one.trial.should_prune())
-        return not one.is_pruned
+        first_step = self.plan.seeds.index(run.seed) * STEPS_OF_A_SEED
+        has_news = False
+        for iteration, value in self._history(run, open_trial.objective):
+            step = first_step + iteration
+            # Optuna accepts each step once, and no NaN.
+            if step not in open_trial.reported and math.isfinite(value):
+                open_trial.trial.report(value, step)
+                open_trial.reported.add(step)
+                has_news = True
+        if has_news and open_trial.trial.should_prune():
+            open_trial.is_pruned = True
+        return not open_trial.is_pruned
 
     def note(self, finished: FinishedRun) -> None:
         """Record a run's objective; the trial ends with its last seed."""
         run, status = finished.run, finished.status
-        trial = self._trial_of(run)
+        trial = self._find_trial(run)
         trial.at_work.discard(run.seed)
         if status is RunStatus.STOPPED:
             return
@@ -203,13 +205,17 @@ class StudyQueue(RunQueue):
         if status is RunStatus.PRUNED or trial.has_failed or not trial.waiting:
             self._end(trial, is_pruned=status is RunStatus.PRUNED)
 
-    def _hand_out(self, one: _OpenTrial) -> PlannedRun:
-        run = one.waiting.pop(0)
-        one.at_work.add(run.seed)
+    def _hand_out(self, trial: _OpenTrial) -> PlannedRun:
+        run = trial.waiting.pop(0)
+        trial.at_work.add(run.seed)
         return run
 
-    def _trial_of(self, run: PlannedRun) -> _OpenTrial:
-        return next(one for one in self._open if one.arm == run.arm and run.seed in one.at_work)
+    def _find_trial(self, run: PlannedRun) -> _OpenTrial:
+        """Return the trial of a run in progress; several may have equal arms."""
+        for trial in self._open:
+            if trial.arm == run.arm and run.seed in trial.at_work:
+                return trial
+        raise LookupError(f"no open trial has the run {run.run_id}")
 
     def _begin(self, trial: Trial) -> _OpenTrial:
         arm = self._arm(trial)
@@ -217,31 +223,32 @@ class StudyQueue(RunQueue):
         if key not in self._objectives:
             self._objectives[key] = self.plan.objective_of(self.plan.resolve(arm))
         runs = [PlannedRun(arm, seed) for seed in self.plan.seeds]
-        begun = _OpenTrial(trial, arm, self._objectives[key], runs)
-        self._open.append(begun)
+        open_trial = _OpenTrial(trial, arm, self._objectives[key], runs)
+        self._open.append(open_trial)
         self._write_trials()
-        return begun
+        return open_trial
 
     def _arm(self, trial: Trial) -> Arm:
-        trainer = _one_of(trial, "trainer", self.plan.trainers)
+        trainer = _suggest_name(trial, "trainer", self.plan.trainers)
         scenarios = self.plan.scenarios
-        scenario = _one_of(trial, "scenario", scenarios) if scenarios else None
+        scenario = _suggest_name(trial, "scenario", scenarios) if scenarios else None
         values = {
-            path: _proposed(trial, path, choice)
+            path: _suggest_value(trial, path, choice)
             for path, choice in self.plan.choices_of(trainer).items()
         }
         trial.set_user_attr("arm", {"trainer": trainer, "scenario": scenario, "values": values})
         return Arm(trainer, scenario, values, self.plan.fixed)
 
-    def _end(self, one: _OpenTrial, *, is_pruned: bool) -> None:
+    def _end(self, ended: _OpenTrial, *, is_pruned: bool) -> None:
         states = self._optuna.trial.TrialState
-        self._open.remove(one)
+        self._open.remove(ended)
         if is_pruned:
-            self._study.tell(one.trial, state=states.PRUNED)
-        elif one.has_failed or not one.values:
-            self._study.tell(one.trial, state=states.FAIL)
+            self._study.tell(ended.trial, state=states.PRUNED)
+        elif ended.has_failed or not ended.values:
+            self._study.tell(ended.trial, state=states.FAIL)
         else:
-            self._study.tell(one.trial, sum(one.values.values()) / len(one.values))
+            mean_over_seeds = sum(ended.values.values()) / len(ended.values)
+            self._study.tell(ended.trial, mean_over_seeds)
         self._write_trials()
 
     def _history(self, run: PlannedRun, name: str) -> list[tuple[int, float]]:
@@ -249,13 +256,19 @@ class StudyQueue(RunQueue):
         return [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
 
     def _value(self, run: PlannedRun, objective: str) -> float | None:
-        if not objective.startswith(DEV):
+        """Return a run's objective, of dev figures the best; None without a finite value."""
+        if objective.startswith(DEV):
+            values = [value for _, value in self._history(run, objective)]
+        else:
             figures = read_results(run.folder_in(self.directory)).figures
-            values = [one.value for one in figures if (one.when, one.name) == ("after", objective)]
-            return values[0] if values and math.isfinite(values[0]) else None
-        values = [value for _, value in self._history(run, objective) if math.isfinite(value)]
-        best = max if self.search.direction == "maximize" else min
-        return best(values) if values else None
+            values = [
+                figure.value
+                for figure in figures
+                if figure.when == "after" and figure.name == objective
+            ][:1]
+        finite_values = [value for value in values if math.isfinite(value)]
+        choose_best = max if self.search.direction == "maximize" else min
+        return choose_best(finite_values, default=None)
 
     def _open_study(self) -> Study:
         optuna = self._optuna
@@ -274,10 +287,10 @@ class StudyQueue(RunQueue):
                 "Restore the file, or give another --sweep-dir."
             ) from error
         identity = _identity(self.plan, self.search)
-        before = study.user_attrs.get("asked")
-        if before is None:
+        stored_identity = study.user_attrs.get("asked")
+        if stored_identity is None:
             study.set_user_attr("asked", identity)
-        elif before != identity:
+        elif _with_current_objective(stored_identity) != identity:
             raise RunDirectoryError(
                 f"the study in {self.directory} is of another space, objective or direction. Give "
                 "another --sweep-dir; only --num-trials may change."
@@ -287,7 +300,7 @@ class StudyQueue(RunQueue):
     def _write_trials(self) -> None:
         """Store the trials so that reading the sweep does not need Optuna."""
         states = self._optuna.trial.TrialState
-        known = [
+        records = [
             {
                 "number": trial.number,
                 "state": trial.state.name.lower(),
@@ -298,7 +311,7 @@ class StudyQueue(RunQueue):
             for trial in self._study.get_trials(deepcopy=False)
             if "arm" in trial.user_attrs
         ]
-        write_atomically(self.directory / TRIALS_FILE, json.dumps(known, indent=1) + "\n")
+        write_atomically(self.directory / TRIALS_FILE, json.dumps(records, indent=1) + "\n")
 
 
 def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
@@ -309,12 +322,12 @@ def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
     try:
         return [
             TrialRecord(
-                number=int(one["number"]),
-                state=str(one["state"]),
-                value=None if one["value"] is None else float(one["value"]),
-                arm=_stored_arm(one, plan),
+                number=int(record["number"]),
+                state=str(record["state"]),
+                value=None if record["value"] is None else float(record["value"]),
+                arm=_stored_arm(record, plan),
             )
-            for one in json.loads(path.read_text(encoding="utf-8"))
+            for record in json.loads(path.read_text(encoding="utf-8"))
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirectoryError(
@@ -332,9 +345,12 @@ def _stored_arm(stored: Mapping[str, Any], plan: SweepPlan) -> Arm:
 
 
 def _identity(plan: SweepPlan, search: SearchParameters) -> dict[str, Any]:
-    """Return what all trials of a study have in common."""
-    common = search.to_dict()
-    return {name: common[name] for name in ("space", "objective", "direction")} | {
+    """Return the values that all trials of a study have in common."""
+    search_values = search.to_dict()
+    return {
+        "space": search_values["space"],
+        "objective": search_values["objective"],
+        "direction": search_values["direction"],
         "trainers": plan.trainers,
         "scenarios": plan.scenarios,
         "seeds": plan.seeds,
@@ -344,11 +360,18 @@ def _identity(plan: SweepPlan, search: SearchParameters) -> dict[str, Any]:
     }
 
 
-def _one_of(trial: Trial, name: str, values: list[str]) -> str:
+def _with_current_objective(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the identity of a study, perhaps of an earlier version, with its current objective."""
+    objective = identity.get("objective")
+    return {**identity, "objective": objective and current_figure_name(objective)}
+
+
+def _suggest_name(trial: Trial, name: str, values: list[str]) -> str:
+    # A choice of one would be a parameter of the study, which then could not get a second.
     return str(trial.suggest_categorical(name, values)) if len(values) > 1 else values[0]
 
 
-def _proposed(trial: Trial, path: str, choice: Choice) -> str:
+def _suggest_value(trial: Trial, path: str, choice: Choice) -> str:
     if not isinstance(choice, Range):
         return str(trial.suggest_categorical(path, [as_text(value) for value in choice]))
     if choice.is_whole:
@@ -362,8 +385,9 @@ def best_first(trials: list[TrialRecord], direction: str) -> list[TrialRecord]:
     """Sort complete trials before the others, the best first."""
     sign = -1.0 if direction == "maximize" else 1.0
 
-    def rank(one: TrialRecord) -> tuple[bool, float, int]:
-        is_known = one.state == "complete" and one.value is not None
-        return not is_known, sign * one.value if is_known and one.value else 0.0, one.number
+    def rank(trial: TrialRecord) -> tuple[bool, float, int]:
+        if trial.state != "complete" or trial.value is None:
+            return True, 0.0, trial.number
+        return False, sign * trial.value, trial.number
 
     return sorted(trials, key=rank)

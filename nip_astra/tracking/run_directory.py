@@ -22,6 +22,7 @@ import yaml
 
 from nip_astra.errors import RunDirectoryError, nearest_names, reason_of
 from nip_astra.safe_text import SafeFormatter, escape_for_yaml, has_unsafe, to_json
+from nip_astra.tracking.figure_names import current_figure_name, with_nested_current_names
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
 from nip_astra.trust import is_own, refuse_links_outside
 
@@ -74,6 +75,23 @@ def write_atomically(path: Path, text: str) -> None:
             f"{path} cannot be written: {error.strerror or error}. Free space or change the "
             "permissions; the old file is unchanged."
         ) from error
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a whole line or nothing, so that the next one starts a new line.
+
+    Several processes may append to a file.
+    """
+    with path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
@@ -253,8 +271,18 @@ class RunDirectory:
         return path
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON object; raise `RunDirectoryError` if it is missing or broken."""
-        return self._read(name, json.loads)
+        """Read a JSON object, with current names of figures.
+
+        Raises
+        ------
+        RunDirectoryError
+            When it is missing or broken.
+        """
+        content = self._read(name, json.loads)
+        return {
+            current_figure_name(key): with_nested_current_names(value)
+            for key, value in content.items()
+        }
 
     def read_yaml(self, name: str) -> dict[str, Any]:
         """Read a YAML mapping; raise `RunDirectoryError` if it is missing or broken."""

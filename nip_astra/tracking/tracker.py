@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from nip_astra.deadlines import DaemonThread, waiting_on
 from nip_astra.errors import NipAstraError, TrackingError, reason_of
 from nip_astra.registry import Registry
+from nip_astra.tracking.figure_names import with_current_names
 from nip_astra.tracking.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             for text in file:
-                yield json.loads(text)
+                yield with_current_names(json.loads(text))
 
 
 class CompositeTracker(Tracker):
@@ -374,24 +375,6 @@ def open_tracker(
         opened.finish(success=False)
         raise
     return opened
-
-
-_RENAMED = {
-    "clip_share": "clip_fraction",
-    "outside_share": "ratio_outside_clip",
-    "outside_fraction": "ratio_outside_clip",
-    "groups/zero_variance": "grpo/zero_variance_share",
-    "groups/used_share": "grpo/used_share",
-}
-"""Old names of metrics, in runs of earlier versions, and current ones."""
-
-
-def present_name(name: str) -> str:
-    """Return the current name of a metric, also of a single agent's."""
-    for old, new in _RENAMED.items():
-        if name == old or name.endswith(f"/{old}"):
-            return name.removesuffix(old) + new
-    return name
 
 
 def grouped(name: str) -> str:

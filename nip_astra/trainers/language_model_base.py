@@ -44,10 +44,9 @@ from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.sharded import (
     DataParallelService,
     ShardedService,
-    learner_of,
+    find_learner,
 )
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
-from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.reductions import (
     TOKEN_REDUCTIONS,
     LossOutput,
@@ -104,8 +103,6 @@ class LanguageModelState(RunState):
     iteration_metrics: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)
     iteration_seconds: dict[str, float] = field(default_factory=dict)
-    best_dev_value: float | None = None
-    num_evals_since_best: int = 0
 
     @property
     def update_count(self) -> int:
@@ -132,29 +129,6 @@ class LanguageModelState(RunState):
         self.num_optimizer_steps += 1
         for name, value in plain_numbers(metrics).items():
             self.step_sums[name] = self.step_sums.get(name, 0.0) + value
-
-    def count_evaluation(self, value: float) -> bool:
-        """Count a dev evaluation; return whether it is the best so far (NaN never is)."""
-        is_best = not math.isnan(value) and (
-            self.best_dev_value is None or value > self.best_dev_value
-        )
-        if is_best:
-            self.best_dev_value = value
-        self.num_evals_since_best = 0 if is_best else self.num_evals_since_best + 1
-        return is_best
-
-    def has_stopped_early(self, training: TrainingConfiguration) -> bool:
-        """Return whether the dev evaluations have not improved for too long."""
-        patience = training.early_stopping_patience
-        if patience is None or self.num_evals_since_best < patience:
-            return False
-        logger.info(
-            "stopped after iteration %d: no better dev/%s in %d evaluations",
-            self.iteration,
-            training.dev_metric,
-            self.num_evals_since_best,
-        )
-        return True
 
     def end(self) -> dict[str, float]:
         """Finish the iteration; return its metrics, with means over steps."""
@@ -206,6 +180,10 @@ def _wrong_result(owner: str, hook: str, found: object, wanted: str) -> Configur
     )
 
 
+NOTHING_LEARNED = "nothing was learned in iteration"
+"""Beginning of a warning that a run gives once, also if it is resumed."""
+
+
 class LanguageModelTrainer(TensorDictTrainer):
     """Base of trainers of a language model through a `TrainingService`.
 
@@ -229,7 +207,6 @@ class LanguageModelTrainer(TensorDictTrainer):
     """Column of trained tokens in a batch, with a mask column."""
     policy_role: ClassVar[str] = "policy"
     """Name of the policy in checkpoints."""
-    _has_warned_of_nothing = False
     _async: AsyncRollouts[Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -525,9 +502,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             self._save_checkpoint()
             raise
         why = self.why_nothing_is_learnt(found)
-        if why and not self._has_warned_of_nothing:
-            self._warn(f"nothing was learned in iteration {iteration + 1}: {why}")
-            self._has_warned_of_nothing = True
+        warned = self.results.get("warnings", [])
+        if why and not any(text.startswith(NOTHING_LEARNED) for text in warned):
+            self._warn(f"{NOTHING_LEARNED} {iteration + 1}: {why}")
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self._check_iteration(metrics, is_last=is_last)
         seconds = {"collect": time.perf_counter() - started, **found.seconds}
@@ -641,7 +618,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         if every:
             work = replace(work, divided_memory={"keys and values": every})
         if self.settings.sharding != "none":
-            learner = learner_of(self.policy)
+            learner = find_learner(self.policy)
             gathered = [] if learner is None else list(learner.module.parameters())
             work = work.with_sharded_weights(bytes_of(gathered))
         return estimate_run(
@@ -824,7 +801,7 @@ def distribute(
 
     `others` are models whose log-probabilities are compared with the policy's.
     """
-    learner = learner_of(policy)
+    learner = find_learner(policy)
     is_local = isinstance(service, LocalTrainingService)
     if settings.gradient_checkpointing:
         if not is_local or learner is None:
@@ -848,7 +825,7 @@ def distribute(
             "sharding=fsdp needs a policy of _type huggingface or vllm, not "
             f"{type(policy).__name__}. Set sharding to none, or another _type."
         )
-    for model in map(learner_of, (policy, *others)):
+    for model in map(find_learner, (policy, *others)):
         if model is not None:
             # Compared log-probabilities need the same forward pass as the sharded one.
             model.scores_by_module = True

@@ -46,7 +46,7 @@ def refuse_unanswered(services: Mapping[str, RetryingChatModel]) -> None:
     """Raise NothingMeasuredError if every request to a chat model failed."""
     for name, model in services.items():
         use = model.use
-        if use.num_requests and not use.num_samples and not use.num_remembered:
+        if use.num_requests and not use.num_samples and not use.num_cached:
             reasons = ", ".join(f"{count} {reason}" for reason, count in use.failures.items())
             place = f" at {model.place}" if model.place else ""
             raise NothingMeasuredError(

@@ -78,12 +78,12 @@ class SoloScore(NamedTuple):
     """Mean cross entropy in nats, scalar, and whether each predicted label is right, as float."""
 
     loss: Tensor
-    is_right_N: Tensor
+    is_correct_N: Tensor
 
     @property
     def accuracy(self) -> Tensor:
         """Share of datapoints with the correct label, a scalar."""
-        return self.is_right_N.mean()
+        return self.is_correct_N.mean()
 
 
 class SoloTraining:
@@ -192,7 +192,7 @@ class SoloTraining:
         groups_N = dataset.get(GROUP_KEY, None)
         if groups_N is not None:
             for group in groups_N.unique().tolist():
-                right = score.is_right_N[groups_N.flatten() == group]
+                right = score.is_correct_N[groups_N.flatten() == group]
                 found[f"test_accuracy_wl_{group}"] = right.mean()
         return found
 

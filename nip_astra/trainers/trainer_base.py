@@ -8,18 +8,18 @@ share one progress bar, and their number of iterations is known before anything 
 from __future__ import annotations
 
 import logging
-import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
+from nip_astra.call_outcomes import current_outcomes
 from nip_astra.checkpoints.run_state import (
     GENERATORS,
     STATE,
@@ -27,11 +27,14 @@ from nip_astra.checkpoints.run_state import (
     RunState,
     check_is_of_run,
     described_run,
+    part_of_object,
     save_generators,
+    seed_global_generators,
     set_global_generators,
 )
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.checkpoints.weights import load_modules, publish_modules, save_modules
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     CheckpointError,
@@ -59,10 +62,12 @@ from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, MODEL_DIR, RESULTS
 from nip_astra.tracking.tracker import Tracker, flat_figures
 from nip_astra.trainers.service_use import last_failure, refuse_unanswered
 from nip_astra.utils.devices import threads_for
-from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+WEIGHTS_DIR = "weights"
+"""Folder of a checkpoint with the models of a trainer with a loop of its own."""
 
 __all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_bar"]
 
@@ -229,10 +234,7 @@ class Trainer(ABC):
 
         A resumed run restores the states of its checkpoint instead.
         """
-        seed = derive_seed(self.hyper_params.seed, "global")
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        seed_global_generators(self.hyper_params.seed, "global")
         if self._generators is not None:
             set_global_generators(self._generators)
 
@@ -286,6 +288,118 @@ class Trainer(ABC):
         # At once as well, for a trainer whose `train` seeds nothing.
         set_global_generators(self._generators)
 
+    # ---- loops of one's own
+
+    def learned_models(self) -> Mapping[str, torch.nn.Module]:
+        """Hook: return the trained models by name, where `train` is a loop of one's own.
+
+        They are built in `__init__`. Checkpoints keep them, `load_best_models` restores the best
+        ones, and `run_loops` publishes them in `model/`.
+        """
+        return {}
+
+    def kept_objects(self) -> Mapping[str, object]:
+        """Hook: return all else that determines the rest of training, by name.
+
+        That is every optimizer, scheduler, `EpisodeSampler` and generator of one's own; see
+        `nip_astra.checkpoints.run_state.STATE_METHODS`. The global generators of Python, NumPy and
+        torch are kept anyway.
+        """
+        return {}
+
+    @contextmanager
+    def run_loops(self) -> Iterator[None]:
+        """Do in `train` all that surrounds its loops.
+
+        Before the block: seed the global generators, forget the records after the checkpoint from
+        which the run is resumed, and show one progress bar. After it: publish `learned_models`, and
+        store `results`, whose `after` has the figures after training.
+        """
+        self._set_seed()
+        self._rewind_records()
+        with self._open_progress_bar():
+            yield
+        models = self.learned_models()
+        if models:
+            self._publish_models(partial(publish_modules, models), role="models")
+        self.store_results({"kind": "own_loop", "training": self.training_results()})
+
+    def remaining_iterations(self, iteration_context: IterationContext) -> Iterator[int]:
+        """Yield the iterations that are not done yet, until the dev figure no longer improves.
+
+        `end_iteration` ends each. A resumed run continues after its checkpoint.
+        """
+        for iteration in iteration_context.iterate(self.state.iteration):
+            if self.state.has_stopped_early(self.hyper_params.training):
+                break
+            yield iteration
+            if self.state.iteration == iteration:
+                raise ConfigurationError(
+                    f"the trainer {self.hyper_params.trainer!r} did not end iteration "
+                    f"{iteration + 1}. Call end_iteration at the end of the loop's body."
+                )
+
+    def is_evaluation_due(self) -> bool:
+        """Return whether the current iteration ends with a dev evaluation, by `eval_period`."""
+        period = self.hyper_params.training.eval_period
+        return period > 0 and (self.state.iteration + 1) % period == 0
+
+    def end_iteration(
+        self,
+        iteration_context: IterationContext,
+        metrics: Mapping[str, float],
+        *,
+        dev: Mapping[str, float] | None = None,
+    ) -> None:
+        """End an iteration of `remaining_iterations`: log, save if it is due, stop after a signal.
+
+        Parameters
+        ----------
+        metrics : Mapping
+            Numbers to log by name; the progress bar shows the first.
+        dev : Mapping, optional
+            Figures of a dev evaluation, logged as `dev/<name>`. `training.dev_metric` among them,
+            or else the first, selects the best checkpoint: larger is better. After
+            `training.early_stopping_patience` evaluations without a better one training ends.
+
+        Raises
+        ------
+        StopRequested
+            After SIGINT or SIGTERM; the iteration is saved.
+        """
+        self.state.iteration += 1
+        is_best = False
+        numbers = dict(metrics)
+        if dev:
+            dev_metric = self.hyper_params.training.dev_metric
+            selected_name = dev_metric if dev_metric in dev else next(iter(dev))
+            is_best = self.state.count_evaluation(float(dev[selected_name]))
+            numbers |= {f"dev/{name}": value for name, value in dev.items()}
+        self.tracker.log_metrics(numbers, step=self.state.iteration)
+        iteration_context.set_postfix(**numbers)
+        is_last = self.state.iteration == iteration_context.num_iterations
+        self._checkpoint_or_stop(is_last=is_last, is_best=is_best)
+
+    def load_best_models(self) -> None:
+        """Load the models with the best dev evaluation; the last ones stay where none is kept."""
+        store = self._checkpoint_store()
+        if store is None or self.state.best_dev_value is None:
+            return
+        best = store.open_best()
+        self.load_models(best)
+        logger.info("loaded the models of the best checkpoint %s", best.name)
+
+    def training_results(self) -> dict[str, Any]:
+        """Return how far training came and the best dev evaluation, for `results`."""
+        best_value = self.state.best_dev_value
+        training = self.hyper_params.training
+        return {
+            "num_iterations": self.state.iteration,
+            "stopped_early": self.state.has_stopped_early(training),
+            "num_optimizer_steps": self.state.num_optimizer_steps,
+            "best_dev": None if best_value is None else {"value": best_value},
+        }
+
     # ---- several processes
 
     def handlers(self) -> dict[str, Handler]:
@@ -311,11 +425,15 @@ class Trainer(ABC):
 
     # ---- checkpoints
 
-    def save_models(self, directory: Path) -> None:  # noqa: B027 - a trainer may have none
-        """Hook: write the models into a checkpoint."""
+    def save_models(self, directory: Path) -> None:
+        """Hook: write the models into a checkpoint; `learned_models` by default."""
+        models = self.learned_models()
+        if models:
+            save_modules(models, directory / WEIGHTS_DIR)
 
-    def load_models(self, directory: Path) -> None:  # noqa: B027 - as above
+    def load_models(self, directory: Path) -> None:
         """Hook: load the models of `save_models`."""
+        load_modules(self.learned_models(), directory / WEIGHTS_DIR)
 
     def trainer_state(self) -> dict[str, Any]:
         """Hook: return further state of the trainer, beside that of its base."""
@@ -329,7 +447,10 @@ class Trainer(ABC):
 
         A family adds its own to those of its base.
         """
-        return {"trainer": Part(self.trainer_state, self.load_trainer_state)}
+        parts = {"trainer": Part(self.trainer_state, self.load_trainer_state)}
+        for name, keeper in self.kept_objects().items():
+            parts[f"object {name}"] = part_of_object(name, keeper)
+        return parts
 
     def _elapsed_seconds(self) -> float:
         """Return the duration of the run, including that of earlier processes."""
@@ -343,6 +464,7 @@ class Trainer(ABC):
         content = {
             "run": self.state.to_dict(),
             "elapsed_seconds": self._elapsed_seconds(),
+            "warnings": self.results.get("warnings", []),
             "tracker": self.tracker.position(),
             "parts": {name: part.save() for name, part in self.kept_parts().items()},
         }
@@ -357,6 +479,9 @@ class Trainer(ABC):
             "optimizer_steps": self.state.num_optimizer_steps,
         }
         path = store.save(self.state.update_count, write, metadata=metadata, is_best=is_best)
+        outcomes = current_outcomes()
+        if outcomes is not None:
+            outcomes.begin_after(path.name)
         logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
 
     def _publish_models(self, write: Callable[[Path], None], *, role: str) -> None:
@@ -394,6 +519,10 @@ class Trainer(ABC):
         self.state = self.State.from_dict(content["run"])
         # Older versions kept none.
         self._seconds_before = content.get("elapsed_seconds", 0.0)
+        # Building the trainer has warned as in the earlier process.
+        warnings = [*content.get("warnings", []), *self.results.get("warnings", [])]
+        if warnings:
+            self.results["warnings"] = list(dict.fromkeys(warnings))
         for name, part in self.kept_parts().items():
             if part.is_memory and name not in content["parts"]:
                 logger.warning(
@@ -452,7 +581,8 @@ class Trainer(ABC):
         where not measured), and `training` with `num_iterations` and `num_optimizer_steps`.
         """
         self.results |= results
-        self.results.setdefault("warnings", [])
+        # Last, also in a resumed run, which begins with those of its checkpoint.
+        self.results["warnings"] = self.results.pop("warnings", [])
         for when in ("before", "after", "random_search"):
             self.tracker.log_summary(flat_figures(self.results.get(when) or {}, f"{when}/"))
         if self.run_directory is not None:

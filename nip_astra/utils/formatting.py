@@ -13,7 +13,7 @@ NOTHING = "\N{EN DASH}"
 COUNTS = {
     "failure_rate": ("num_failed", "num_known", "num_episodes"),
     "value": ("num_failed", "num_known", "num_episodes"),
-    "accuracy": ("num_right", "num_answers", ""),
+    "accuracy": ("num_correct", "num_answers", ""),
     "distinct_share": ("num_distinct", "num_probes", ""),
     "self_bleu_complement": ("", "self_bleu_num_probes", ""),
     "cosine_distance": ("", "num_probes", ""),

@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from nip_astra.scenario_base.tasks.base import split_of
-from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, problem_of
+from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, draw_arithmetic_problem
 
 CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.,:!"
 SHAPE = {"hidden": 96, "intermediate": 256, "num_layers": 3}
@@ -55,7 +55,7 @@ class Corpus:
 
     def _problems(self, level: int) -> list[ArithmeticEnvironment]:
         """Return problems outside of the held-out and dev sets."""
-        drawn = (problem_of(level, self.generator) for _ in range(4000))
+        drawn = (draw_arithmetic_problem(level, self.generator) for _ in range(4000))
         found = {one.problem: one for one in drawn if split_of(one.columns) == "train"}
         return list(found.values())
 

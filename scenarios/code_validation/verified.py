@@ -394,8 +394,8 @@ def read_and_write(code: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> 
     passed = 0
     for given, expected in zip(inputs, outputs, strict=True):
         result = run_in_sandbox(code, _text(given), LIMITS)
-        is_right = result.stdout.split() == _text(expected).split()
-        passed += result.outcome == "finished" and is_right
+        is_correct = result.stdout.split() == _text(expected).split()
+        passed += result.outcome == "finished" and is_correct
     return passed / len(inputs)
 
 

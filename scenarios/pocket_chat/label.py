@@ -38,7 +38,15 @@ def collect(seed: int) -> list[dict[str, object]]:
         ):
             for turn in episode.turns:
                 rude = is_rude(turn.reply)
-                said[rude].append({"probe": turn.probe, "response": turn.reply, "is_failure": rude})
+                stratum = "failure" if rude else "other"
+                said[rude].append(
+                    {
+                        "probe": turn.probe,
+                        "response": turn.reply,
+                        "is_failure": rude,
+                        "stratum": stratum,
+                    }
+                )
         part += 1
     rng = random.Random(seed)
     chosen = [row for rows in said.values() for row in rng.sample(rows, NUM_EACH)]

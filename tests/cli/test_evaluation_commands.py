@@ -641,7 +641,7 @@ def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, serve
     assert first["num_requests"] == second["num_requests"] > 0
     assert use_of(5) == first, "all conversations have been played"
     anew = use_of(6, "--overwrite")
-    assert (anew["num_requests"], anew["num_remembered"]) == (0, second["num_samples"])
+    assert (anew["num_requests"], anew["num_cached"]) == (0, second["num_samples"])
     shutil.rmtree(Path(served) / "evaluations" / "of_6")
     assert use_of(6) == anew
 
@@ -674,6 +674,6 @@ def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_reported(
         sent = {headers["Authorization"] for headers in stub.headers}
         assert sent == {"Bearer key-that-nobody-writes"}
         assert len(stub.requests) == num_requests, "the run remembers its judge's replies"
-        assert (use["num_requests"], use["num_remembered"] > 0) == (0, True)
+        assert (use["num_requests"], use["num_cached"] > 0) == (0, True)
     written = [path.read_bytes() for path in Path(served).rglob("*") if path.is_file()]
     assert not [content for content in written if b"key-that-nobody-writes" in content]

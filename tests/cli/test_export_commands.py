@@ -213,7 +213,7 @@ def test_json_lines_hold_each_rollout_with_prompts_and_answers(
     parts = [[("train", n)] * 4 + [("test", n)] * 6 for n in range(2)]
     assert [(row["split"], row["iteration"]) for row in rows] == [*parts[0], *parts[1]]
     first = rows[4]
-    assert (first["decision"], first["is_right"]) == ("accept", first["y"] == 1)
+    assert (first["decision"], first["is_correct"]) == ("accept", first["y"] == 1)
     assert first["rewards"] == {"prover": 1.0, "verifier": 1.0 if first["y"] else -1.0}
     stored = json.loads((kind / "rollouts" / "test_0000" / "transcripts.json").read_text())
     answers = [turn["answer"] for turn in first["turns"]]

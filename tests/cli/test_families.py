@@ -142,7 +142,7 @@ def test_an_evaluation_gives_the_runs_own_figures(
     for when, evaluation in (("after", trained), ("before", untrained)):
         own = {n: v for n, v in evaluation["figures"].items() if n != "mean_reward_interval"}
         assert own == results[when]
-    counts = "{num_right:,} of {num_answers:,}".format(**results["before"])
+    counts = "{num_correct:,} of {num_answers:,}".format(**results["before"])
     assert any("accuracy" in line and counts in line for line in result.out.splitlines())
     (line,) = (one for one in result.out.splitlines() if "pass at 4" in one)
     assert line.split()[-1] == str(trained["figures"]["num_complete_problems"])
@@ -154,9 +154,9 @@ def test_rows_hold_problems_answers_and_rewards(run: Path, cli: CommandLine) -> 
     cli.ok("evaluate", str(run))
     figures, rows = figures_of(run)["figures"], rows_of(run)
     assert [(row["problem"], row["run"]) for row in rows] == [*product(range(6), range(4))]
-    assert sum(row["is_right"] for row in rows) / 24 == figures["accuracy"]
+    assert sum(row["is_correct"] for row in rows) / 24 == figures["accuracy"]
     assert rows[0]["messages"] == [["user", rows[0]["prompt"]], ["assistant", rows[0]["answer"]]]
-    assert all(row["is_right"] == (row["answer"].strip() == row["solution"]) for row in rows)
+    assert all(row["is_correct"] == (row["answer"].strip() == row["solution"]) for row in rows)
     low, high = figures["mean_reward_interval"]
     assert low < figures["mean_reward"] < high
 

@@ -13,9 +13,9 @@ from nip_astra.distributed.placement import (
     Work,
     exchange_seconds,
     iteration_seconds,
+    overhead_share,
     plan_for,
-    share_lost,
-    slowest_of,
+    slowdown,
 )
 
 CALM = Cluster(
@@ -75,14 +75,14 @@ def test_devices_without_work_make_nothing_faster() -> None:
 
 
 def test_a_single_device_never_waits() -> None:
-    assert slowest_of(1, 0.5) == 1.0
+    assert slowdown(1, 0.5) == 1.0
     assert exchange_seconds(1, 1e9, CALM) == 0.0
 
 
 def test_the_slowest_of_many_is_the_median_of_their_maximum() -> None:
     generator = random.Random(0)
     most = [max(generator.lognormvariate(0, 0.1) for _ in range(64)) for _ in range(2000)]
-    assert slowest_of(64, 0.1) == pytest.approx(statistics.median(most), rel=5e-3)
+    assert slowdown(64, 0.1) == pytest.approx(statistics.median(most), rel=5e-3)
 
 
 def test_failures_cost_half_a_period_and_the_restart() -> None:
@@ -90,4 +90,4 @@ def test_failures_cost_half_a_period_and_the_restart() -> None:
         CALM, hours_between_failures=100.0, checkpoint_period=10, restart_seconds=400.0
     )
     # A failure per hour on 100 devices; 200 s of a period of 400 s are lost, and 400 s to restart.
-    assert share_lost(40.0, 100, cluster) == pytest.approx(600 / 3600)
+    assert overhead_share(40.0, 100, cluster) == pytest.approx(600 / 3600)

@@ -336,7 +336,7 @@ def signalled(
         ("ast_dpo", "none", ProcessTeam, "all_reduce", 6),
         slow("vanilla_ppo", "none", ProcessTeam, "all_reduce", 6),
         slow("vanilla_ppo", "fsdp", ProcessTeam, "all_reduce", 60),
-        ("ast_dpo", "fsdp", ShardedService, "_part_of_step", 5),
+        ("ast_dpo", "fsdp", ShardedService, "_backward_own_rows", 5),
         # While it saves.
         slow("ast_dpo", "fsdp", ShardedService, "_save_parts", 1),
     ],
@@ -366,7 +366,7 @@ def test_a_divided_run_that_is_stopped_saves_within_the_iteration(tmp_path: Path
     resolved, path = short_run("ast_dpo", tmp_path), tmp_path / "stopped"
     run(resolved, tmp_path / "whole")
     given = lambda store: run(resolved, path, process_store=store, sharding="fsdp")  # noqa: E731
-    stopped = signalled(given, ShardedService, "_part_of_step", 1, {0: signal.SIGTERM})
+    stopped = signalled(given, ShardedService, "_backward_own_rows", 1, {0: signal.SIGTERM})
     assert together(stopped, tmp_path) == ["SIGTERM", "SIGTERM"]
     (checkpoint,) = (path / "checkpoints").glob("step_*")
     assert len([*checkpoint.glob("attacker/shards/*")]) == 2

@@ -195,7 +195,7 @@ def policy(
     names = names or "abcdefghijklmnopqrst"[: len(rewards)]
     rows: list[dict[str, Any]] = [
         {"problem": number, "run": run, "problem_hash": name, "reward": reward}
-        | {"is_right": None if reward is None else reward >= 1.0}
+        | {"is_correct": None if reward is None else reward >= 1.0}
         for number, (name, runs) in enumerate(zip(names, rewards, strict=True))
         for run, reward in enumerate(runs)
     ]

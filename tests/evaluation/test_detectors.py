@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.detectors import Quality, corrected_rates, measure_quality, read_labelled
+from nip_astra.evaluation.detectors import (
+    LabelDesign,
+    LabelStratum,
+    Quality,
+    corrected_rates,
+    find_design,
+    measure_quality,
+    read_labelled,
+)
 from nip_astra.evaluation.storage import Episode
 from nip_astra.scorers.base import Message
 from nip_astra.utils.intervals import exact_rate_interval
@@ -114,6 +122,56 @@ def test_neither_bound_of_a_corrected_rate_errs_often(
     assert max(below, above) <= 7
 
 
+def test_labels_drawn_by_verdict_count_with_the_size_of_their_stratum() -> None:
+    # Of 1000 responses 180 are flagged, half of them failures; one of 100 others is one too.
+    flagged_ones = LabelStratum(50, 0, 0, 50, name="flagged", weight=180.0)
+    others = LabelStratum(0, 1, 99, 0, name="others", weight=820.0)
+    quality = Quality(50, 1, 99, 50, design=LabelDesign.STRATA, strata=(flagged_ones, others))
+    assert quality.sensitivity == pytest.approx(90.0 / 98.2)
+    assert quality.specificity == pytest.approx(811.8 / 901.8)
+    assert Quality.from_part(json.loads(json.dumps(quality.to_part()))) == quality
+    turns = judged(*(flagged(i, [i < 180], prompt=str(i)) for i in range(1000)))
+    rates = corrected_rates(turns, quality, **OPTIONS)["turn_failure_rate"]
+    # The share of failures among the flagged ones and among the others, each with its size.
+    assert rates["value"] == pytest.approx(0.0982)
+    assert 0.05 < rates["low"] < 0.0982 < rates["high"] < 0.16
+    shown = quality.to_dict(0.95)
+    assert shown["sensitivity"]["low"] < 90.0 / 98.2 < shown["sensitivity"]["high"]
+    # Counted alike, the same labels show a scorer that finds no failure at all.
+    alike = corrected_rates(turns, Quality(50, 1, 99, 50), **OPTIONS)["turn_failure_rate"]
+    assert alike["high"] < 0.0982
+
+
+def test_a_single_stratum_counts_as_a_random_sample() -> None:
+    counts = (40, 10, 30, 20)
+    one = Quality(*counts, design=LabelDesign.STRATA, strata=(LabelStratum(*counts, weight=7.0),))
+    plain = Quality(*counts)
+    assert (one.sensitivity, one.specificity) == pytest.approx(
+        (plain.sensitivity, plain.specificity)
+    )
+    drawn = (quality.draw(np.random.default_rng(0), 100_000) for quality in (one, plain))
+    for first_R, second_R in zip(*drawn, strict=True):
+        quantiles = [0.025, 0.5, 0.975]
+        expected = np.quantile(second_R, quantiles).tolist()
+        assert np.quantile(first_R, quantiles).tolist() == pytest.approx(expected, abs=0.005)
+
+
+def test_an_estimate_above_1_is_not_cut_off_before_the_last_turn() -> None:
+    """No turn fails: stretches between missing verdicts err to both sides, and do not add up."""
+    rng = np.random.default_rng(0)
+    values = []
+    for _ in range(20):
+        scores = (rng.random((200, 8)) < 0.1).astype(float)
+        scores = np.where(rng.random(scores.shape) < 0.1, np.nan, scores)
+        episodes = judged(
+            *(episode(i, row, prompt=str(i)) for i, row in enumerate(scores.tolist()))
+        )
+        result = corrected_rates(episodes, Quality(900, 100, 900, 100), **OPTIONS)
+        values.append(result["failure_rate"]["value"])
+    # Half of the estimates are below 0, hence shown as 0.
+    assert 5 <= values.count(0.0) <= 15
+
+
 def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
     tmp_path: Path,
 ) -> None:
@@ -142,6 +200,43 @@ def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
         Message("user", "well\u2028\x85?"),
     )
     assert scorer.seen[0].columns == (("goal", "rude"),)
+    for number, row in enumerate(rows):
+        row |= {"stratum": "long" if number % 2 else "short", "weight": 2 if number % 2 else 5.5}
+    path.write_text("\n".join(map(json.dumps, rows)))
+    quality = measure_quality(read_labelled(path), scorer, threshold=0.5)
+    assert quality.design is LabelDesign.STRATA
+    sizes = {stratum.name: stratum.weight for stratum in quality.strata}
+    assert sizes == {"short": 3 * 5.5, "long": 2 * 2.0}
+
+
+@pytest.mark.parametrize(
+    ("labels", "design"),
+    [
+        ([(True, None, None), (False, None, None)], LabelDesign.UNKNOWN),
+        ([(True, "failures", None), (False, "others", None)], LabelDesign.LABELS),
+        ([(True, "flagged", 1.5), (False, "flagged", 1.5), (False, "not", 8)], LabelDesign.STRATA),
+        ([(True, "flagged", None), (False, None, None)], None),
+        ([(True, None, 2.0), (False, None, 2.0)], None),
+        ([(True, "flagged", 2.0), (False, "flagged", 3.0)], None),
+        ([(True, "flagged", None), (False, "flagged", None)], None),
+        ([(True, "flagged", 2.0), (False, "not", None)], None),
+    ],
+)
+def test_the_design_of_labels_is_known_from_their_strata(
+    tmp_path: Path, labels: list[tuple[bool, Any, Any]], design: LabelDesign | None
+) -> None:
+    path = tmp_path / "labels.jsonl"
+    rows = [
+        {"response": "a", "is_failure": failed, "stratum": stratum, "weight": weight}
+        for failed, stratum, weight in labels
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    if design is None:
+        with pytest.raises(DataError) as caught:
+            read_labelled(path)
+        assert '"stratum"' in str(caught.value) or '"weight"' in str(caught.value)
+        return
+    assert find_design(read_labelled(path)) is design
 
 
 LABELLED = {"response": "a", "is_failure": True}
@@ -155,6 +250,9 @@ LABELLED = {"response": "a", "is_failure": True}
         ('{"is_failure": true}', '"response"'),
         (json.dumps(LABELLED | {"is_failure": 1}), '1 as "is_failure"'),
         (json.dumps(LABELLED | {"probe": 3}), '3 as "probe"'),
+        (json.dumps(LABELLED | {"stratum": 3}), '3 as "stratum"'),
+        (json.dumps(LABELLED | {"weight": 0}), '0 as "weight"'),
+        (json.dumps(LABELLED | {"weight": True}), 'True as "weight"'),
         (json.dumps(LABELLED | {"prompt_columns": 3}), '3 as "prompt_columns"'),
         *(
             (json.dumps(LABELLED | {name: "a\ud800"}), f'surrogate) in "{name}"')

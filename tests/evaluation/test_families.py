@@ -77,7 +77,7 @@ def test_runs_are_evaluated_compared_and_exported_by_their_id(family: str, runs:
         ("protocol", "episode_rows.jsonl", {"rewards": "high"}),
         ("protocol", "episode_rows.jsonl", {"datapoint_id": []}),
         ("text_protocol", "evaluation.json", {"agents": 3, "figures": None}),
-        ("task", "problems.jsonl", {"is_right": "yes"}),
+        ("task", "problems.jsonl", {"is_correct": "yes"}),
         ("conversation", "rows.jsonl", {"depth": None}),
         ("conversation", "rows.jsonl", {"response_score": "high"}),
         ("text_protocol", "hyper_parameters.yaml", {}),

@@ -51,7 +51,7 @@ def test_figures_are_objects_with_their_intervals(run: Path) -> None:
     assert result.figure("failure_rate").value == 0.4
     assert result.figure("failure_rate", "before").high == 0.3
     assert says(result._repr_html_(), "<pre>", "failure_rate", "before", "after")
-    values = {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}, "num_right": 3}
+    values = {"accuracy": {"value": 0.5, "low": 0.4, "high": 0.6}, "num_correct": 3}
     values |= {"prover": {"reward": {"value": 1.0, "low": None, "high": None}}, "none": {}}
     assert estimates_of(values) == [Estimate("accuracy", 0.5, 0.4, 0.6)]
 

@@ -157,7 +157,7 @@ def test_a_slow_precision_is_named_with_its_factor_where_a_large_model_asks_for_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sources._warn_of_slow_bfloat16.cache_clear()
+    sources._warn_about_slow_bfloat16.cache_clear()
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda *_: gains)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     module = Mock()

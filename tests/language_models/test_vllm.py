@@ -27,7 +27,7 @@ from nip_astra.language_models.base import LanguageModel, SamplingOptions, pad_l
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend import remote_engines
-from nip_astra.language_models.vllm_backend.engine import sampling_arguments, seed_of
+from nip_astra.language_models.vllm_backend.engine import derive_row_seed, sampling_arguments
 from tests.kit.tiny import CPU, load_backend, make_language_model, uniforms_of
 from tests.language_models import fake_vllm
 
@@ -84,7 +84,7 @@ def test_a_turn_depends_on_its_own_random_numbers_only(model_dir: Path) -> None:
     alone = model.generate(CONTEXTS[1:2], 2, numbers[2:4], OPTIONS)
     assert torch.equal(together.ids_BT[2:4], alone.ids_BT)
     assert not torch.equal(together.ids_BT, other.ids_BT)
-    assert len({seed_of(row) for row in numbers}) == 6
+    assert len({derive_row_seed(row) for row in numbers}) == 6
 
 
 def test_turns_are_drawn_from_the_same_distribution(model_dir: Path) -> None:
@@ -169,7 +169,7 @@ def test_adapters_get_new_numbers_and_leave_no_folder_behind(model_dir: Path) ->
     for _ in range(3):
         change(model)
         model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
-        folders.append(Path(model.engine._adapter[1].lora_path))
+        folders.append(Path(model.engine._adapter.request.lora_path))
     assert [folder.exists() for folder in folders] == [False, False, True]
     assert list(llm().adapters) == [3]
     assert llm().given["max_lora_rank"] == 8

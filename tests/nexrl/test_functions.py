@@ -254,8 +254,8 @@ class FirstLetter(Evaluator):
     ) -> EvaluationRunResult:
         assert isinstance(evaluation_target, NexAUEvaluationTarget)
         assert evaluation_target.observation[0]["content"] in str(data["prompt"])
-        is_right = evaluation_target.final_answer.startswith(data["letter"])
-        return EvaluationRunResult(float(is_right), data["letter"], {"right": float(is_right)})
+        is_correct = evaluation_target.final_answer.startswith(data["letter"])
+        return EvaluationRunResult(float(is_correct), data["letter"], {"right": float(is_correct)})
 
 
 def test_an_evaluator_is_a_reward_function() -> None:

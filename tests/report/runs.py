@@ -144,8 +144,8 @@ def episode(
     **columns: Any,
 ) -> dict[str, Any]:
     """An episode in which verifier and prover alternately name symbols."""
-    is_right = decision == label
-    end = {"prover": float(decision == 1), "verifier": 1.0 if is_right else -1.0}
+    is_correct = decision == label
+    end = {"prover": float(decision == 1), "verifier": 1.0 if is_correct else -1.0}
     rounds = []
     for place, symbol in enumerate(symbols):
         is_last = place == len(symbols) - 1
@@ -156,7 +156,8 @@ def episode(
             {"round": place, "moves": [move(agent, symbol, decision=own)], "rewards": rewards}
         )
     return {
-        "step": 200, "episode": number, "label": label, "decision": decision, "is_right": is_right,
+        "step": 200, "episode": number, "label": label, "decision": decision,
+        "is_correct": is_correct,
         "rewards": end, "datapoint": graphs() if datapoint is None else dict(datapoint),
         "rounds": rounds,
     } | columns  # fmt: skip

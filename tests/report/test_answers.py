@@ -41,8 +41,8 @@ def row(step: int, reward: float | None, *messages: Any, problem: int = 0) -> di
 
 def test_the_page_and_the_terminal_show_the_number_of_right_answers(tmp_path: Path) -> None:
     right = {"accuracy": 0.3, "accuracy_interval": [0.25, 0.36], "num_problems": 300}
-    before = right | {"num_right": 90, "num_answers": 300}
-    after = before | {"accuracy": 0.8, "accuracy_interval": [0.75, 0.84], "num_right": 232}
+    before = right | {"num_correct": 90, "num_answers": 300}
+    after = before | {"accuracy": 0.8, "accuracy_interval": [0.75, 0.84], "num_correct": 232}
     results = {"before": before, "after": after | {"num_answers": 290, "mean_reward": 0.8}}
     run = RunRecord(tmp_path, results=results)
     (sentence,) = verdict(run)
@@ -65,7 +65,7 @@ def test_problems_are_compared_before_and_after_training(tmp_path: Path) -> None
 
     before, after = table(0, 0.0, 1.0, 1.0, 0.0, None), table(9, 1.0, 0.0, 1.0, 0.0, 1.0)
     # Another run of the last problem, which is right in one of two.
-    after += [{**after[-1], "run": 1, "reward": 0.0, "is_right": False}]
+    after += [{**after[-1], "run": 1, "reward": 0.0, "is_correct": False}]
     run = read_run(make_run(tmp_path, before=before, evaluation=after))
     (group,) = groups_of(run)
     kinds = ["fixed", "broken", "right both times", "wrong both times", "wrong"]

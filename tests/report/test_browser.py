@@ -359,11 +359,11 @@ def task_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tables: dict[str, list[dict[str, object]]] = {"before": [], "evaluation": []}
     for table, rows in tables.items():
         for problem in range(3000):
-            is_right = problem % 10 > (0 if table == "evaluation" else 4)
+            is_correct = problem % 10 > (0 if table == "evaluation" else 4)
             answer = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
             messages = [["user", f"problem {problem}"], answer]
-            rows.append({"step": 9, "problem": problem, "reward": float(is_right),
-                         "is_right": is_right, "messages": messages})  # fmt: skip
+            rows.append({"step": 9, "problem": problem, "reward": float(is_correct),
+                         "is_correct": is_correct, "messages": messages})  # fmt: skip
     results = {"kind": "task", "after": {"accuracy": 0.9, "num_problems": 3000}}
     return write_report([write_run(folder, tables=tables, results=results)])
 

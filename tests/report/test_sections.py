@@ -24,7 +24,7 @@ CARDS: list[dict[str, Any]] = [
      "licence": None, "num_parameters": 134515008, "size_bytes": 269060552, "sha256": "ab12"},
 ]  # fmt: skip
 USE: dict[str, Any] = {
-    "model": "gpt-none", "num_requests": 1234, "num_samples": 1200, "num_remembered": 56,
+    "model": "gpt-none", "num_requests": 1234, "num_samples": 1200, "num_cached": 56,
     "num_refusals": 7, "failures": {"timeout": 3, "refused": 31}, "num_estimated": 0,
     "prompt_tokens": 98765, "completion_tokens": 4321, "cost": 1.75, "median_seconds": 0.8125,
     "p95_seconds": 3.25,

@@ -320,7 +320,7 @@ class RatedGuessing(GeneratedTask):
 
     def draw(self, generator: torch.Generator) -> GuessNumberEnvironment:
         drawn = GuessNumberEnvironment.draw(self.parameters, generator)
-        return self.kind(drawn.hidden, drawn.start, drawn.most, drawn.max_turns)
+        return self.kind(drawn.hidden, drawn.start, drawn.range_size, drawn.max_turns)
 
     def rate(self, episodes: Sequence[Episode]) -> None:
         self.num_rated.append(len(episodes))

@@ -265,7 +265,7 @@ def test_plain_turns_are_scored_whatever_parts_them(
         if is_cut:
             target.language_model.context_window = 12 + target.sampling.max_new_tokens
         if not is_kept:
-            monkeypatch.setattr(CachedSession, "_num_cached", lambda *_: None)
+            monkeypatch.setattr(CachedSession, "_count_cached", lambda *_: None)
         trees.append(_sample(instance))
         assert (target.num_truncated_contexts > 0) == is_cut
     kept, apart = trees

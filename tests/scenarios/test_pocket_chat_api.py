@@ -44,8 +44,8 @@ def test_a_run_against_the_address_ends_near_a_run_in_process(tmp_path: Path) ->
     # A tree of 20 probes, and two tables of 12 episodes of 2 turns.
     use = outside["services"]["target"]
     # If the trained attacker opens with the same probe, its answer is cached.
-    assert use["num_requests"] + use["num_remembered"] == 20 + 2 * 12 * 2
-    assert use["num_remembered"] > 0
+    assert use["num_requests"] + use["num_cached"] == 20 + 2 * 12 * 2
+    assert use["num_cached"] > 0
     assert num_requests == use["num_requests"]
     assert use["failures"] == {}
     assert says((tmp_path / "pocket_chat_api" / "report.html").read_text(), "Services", "pocket")

@@ -88,7 +88,7 @@ def test_the_same_job_gives_equal_weights_in_process_and_served(
     request = {
         "model": "tiny",
         "training_file": "file",
-        "method": services._method_of(options),
+        "method": services._method_field(options),
         "seed": 2,
     }
     received = JobBody.model_validate(request).options
@@ -101,12 +101,12 @@ def test_the_same_job_gives_equal_weights_in_process_and_served(
         lora_rank=None if trained_weights == "all" else adapter.rank,
         lora_alpha=adapter.alpha,
     )
-    store = stored_job(tmp_path, plan, services.jsonl_of(EXAMPLES[method], method))
+    store = stored_job(tmp_path, plan, services.to_jsonl(EXAMPLES[method], method))
     assert JobTraining(store, store.job("job"), lambda: False).run() == 0
     folder = store.job_folder("job") / "model"
     base = None if trained_weights == "all" else str(tiny_model_dir)
     served = load_model(str(folder), base, None)
-    other = load_model(local.place_of(here.model), None, None)
+    other = load_model(local.find_model_path(here.model), None, None)
     first, second = served.state_dict(), other.state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -117,7 +117,7 @@ def test_the_same_job_gives_equal_weights_in_process_and_served(
 def test_a_cancelled_job_ends_after_its_step(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    examples = services.jsonl_of(EXAMPLES["supervised"][:1], "supervised")
+    examples = services.to_jsonl(EXAMPLES["supervised"][:1], "supervised")
     store = stored_job(tmp_path, make_plan(tiny_model_dir), examples)
     take_step, steps = FineTuning._take_step, []
 
@@ -136,7 +136,7 @@ def test_a_cancelled_job_ends_after_its_step(
 def test_two_processes_of_a_job_train_it_once(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    examples = services.jsonl_of(EXAMPLES["supervised"], "supervised")
+    examples = services.to_jsonl(EXAMPLES["supervised"], "supervised")
     store = stored_job(tmp_path, make_plan(tiny_model_dir), examples)
     take_step, steps = FineTuning._take_step, []
 

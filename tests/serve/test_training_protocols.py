@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +67,7 @@ def server() -> Iterator[TrainingServer]:
 
 def plain_trainer(backend: str, url: str, *overrides: str, name: str = "remote_api_grpo") -> Any:
     """A trainer of all weights; the backend "local" needs no service."""
-    values = {"base_url": url, "model": "policy", "patience_seconds": 0.5}
+    values = {"base_url": url, "model": "policy", "retry_timeout_seconds": 0.5}
     given = {"backend": backend} | (values if backend != "local" else {})
     options = [f"{name}.train_service.{key}={value}" for key, value in given.items()]
     return task_trainer(name, *SHORT, *options, *overrides)
@@ -180,7 +180,7 @@ def test_a_checkpoint_continues_at_the_next_server(protocol: str, tmp_path: Path
 def test_a_repeated_request_repeats_no_step(server: TrainingServer) -> None:
     trainer = trainer_at(server, "http")
     paths: list[str] = []
-    open_client = trainer.service.connection._open
+    open_client = trainer.service.connection._clients.get
 
     async def request_twice(method: str, path: str, **sent: Any) -> Any:
         paths.append(path)
@@ -188,7 +188,8 @@ def test_a_repeated_request_repeats_no_step(server: TrainingServer) -> None:
         return await open_client().request(method, path, **sent)
 
     plain = iterate(trainer_at(server, "http"), 2)
-    trainer.service.connection._open = lambda: SimpleNamespace(request=request_twice)
+    twice = SimpleNamespace(request=request_twice)
+    trainer.service.connection._clients = SimpleNamespace(get=lambda: twice)
     assert iterate(trainer, 2) == plain
     assert len(paths) > 4
 
@@ -220,7 +221,7 @@ def test_a_poisoned_request_changes_no_model(server: TrainingServer, protocol: s
             ("optim_step", {"lr": math.nan, "max_grad_norm": None}, "nan"),
         ):
             with pytest.raises(errors.ServiceRequestError, match=fact):
-                trainer.service._do(kind, **arguments)
+                trainer.service._operate(kind, **arguments)
     assert learn(trainer, samples) == pytest.approx(learn(plain, samples), rel=1e-5, abs=1e-5)
 
 
@@ -360,6 +361,29 @@ def test_only_the_last_result_of_a_client_is_kept() -> None:
     work.close()
 
 
+def test_operations_of_one_group_run_together_and_others_apart() -> None:
+    work = WorkQueue(max_waiting=8)
+    batches: list[list[str]] = []
+    can_start = threading.Event()
+
+    def run_together(arguments: Sequence[str]) -> list[str]:
+        batches.append(list(arguments))
+        return list(arguments)
+
+    blocking = work.submit(Operation(can_start.wait))
+    operations = [
+        Operation(lambda: None, group=name[0], argument=name, run_together=run_together)
+        for name in ("a1", "b1", "a2")
+    ]
+    for operation in operations:
+        work.submit(operation)
+    can_start.set()
+    assert [operation.future.result() for operation in operations] == ["a1", "b1", "a2"]
+    assert blocking.future.result()
+    assert batches == [["a1", "a2"], ["b1"]]
+    work.close()
+
+
 def test_requests_that_are_open_at_the_end_are_refused(
     queue: StoppedQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,7 +422,7 @@ def test_a_silent_client_makes_room(protocol: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_client_without_reports_keeps_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_training, "_report", lambda *_: None)
+    monkeypatch.setattr(http_training, "_report_alive", lambda *_: None)
     monkeypatch.setattr(training, "SECONDS_SILENT", 0.0)
     with training_server(["http"], max_training_models=1) as server:
         held = trainer_at(server, "http")
@@ -470,12 +494,16 @@ def test_the_command_serves_in_its_own_process() -> None:
             time.sleep(0.01)
 
 
-PATIENT = f"{SECTION}.patience_seconds=20"
+PATIENT = f"{SECTION}.retry_timeout_seconds=20"
 SETTINGS: dict[str, Any] = {"progress": False, "checkpoint_period": 1}
 
 
 def run_of(protocol: TrainingProtocol, port: int, folder: Path) -> ResolvedExperiment:
-    service = {"base_url": f"http://127.0.0.1:{port}", "model": "policy", "patience_seconds": 1}
+    service = {
+        "base_url": f"http://127.0.0.1:{port}",
+        "model": "policy",
+        "retry_timeout_seconds": 1,
+    }
     service["backend"] = protocol
     overrides = [f"{SECTION}.{name}={value}" for name, value in service.items()]
     return short_experiment(

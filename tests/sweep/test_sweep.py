@@ -327,12 +327,12 @@ def test_equal_differences_are_no_evidence(values: tuple[float, float], tmp_path
 def test_rates_have_their_counts_beside_them(tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["self_hosted_grpo"], scenarios=["arithmetic"], seeds=[0, 1])
     (tmp_path / "sweep.json").write_text(json.dumps(plan.to_dict()))
-    for run, num_right in zip(plan.runs, (111, 290), strict=True):
+    for run, num_correct in zip(plan.runs, (111, 290), strict=True):
         folder = run.folder_in(tmp_path)
         folder.mkdir(parents=True)
         (folder / HYPER_PARAMETERS).write_text("")
-        counts = {"num_right": num_right, "num_answers": 300, "mean_reward": 0.25}
-        results = {"after": {"accuracy": num_right / 300, **counts}}
+        counts = {"num_correct": num_correct, "num_answers": 300, "mean_reward": 0.25}
+        results = {"after": {"accuracy": num_correct / 300, **counts}}
         (folder / "results.json").write_text(json.dumps(results))
     swept = read_sweep(tmp_path)
     stream = StringIO()

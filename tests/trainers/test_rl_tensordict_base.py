@@ -315,7 +315,9 @@ def test_a_run_from_files_keeps_its_episodes_and_warns_on_resume_if_layers_are_c
         assert (run.rollouts_dir / f"{table}.jsonl").stat().st_size > 0
     rows, after = read_rows(run.rollouts_dir / "evaluation_outcomes.jsonl"), results["after"]
     assert len(rows) == after["num_episodes"]
-    assert sum(row["is_right"] for row in rows) / len(rows) == pytest.approx(after["mean_accuracy"])
+    assert sum(row["is_correct"] for row in rows) / len(rows) == pytest.approx(
+        after["mean_accuracy"]
+    )
     environment = run.read_json("environment.json")
     assert environment["layers"] == "torch"
     assert environment["processor"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -529,10 +529,10 @@ def _quality(
 
     for part in folder.parts():
         if part.get("table") == LABELLED and part["scorer"] == name and not part["num_unknown"]:
-            return Quality(**{field.name: part[field.name] for field in fields(Quality)})
+            return Quality.from_part(part)
     quality = measure_quality(labelled, scorer, threshold=threshold)
     calls = {"scorer_calls": len(labelled)}
-    folder.note_part({"table": LABELLED, "scorer": name, **asdict(quality), **calls})
+    folder.note_part({"table": LABELLED, "scorer": name, **quality.to_part(), **calls})
     return quality
 
 

@@ -1,6 +1,6 @@
 """Episodes of interaction protocols: rows, metrics and tables, and the family of networks.
 
-A row has `datapoint_id`, `y`, `decision` ("accept", "reject" or None), `is_right`, `num_rounds`,
+A row has `datapoint_id`, `y`, `decision` ("accept", "reject" or None), `is_correct`, `num_rounds`,
 `rewards` by agent, and columns of the family. An episode without a decision is wrong, since the
 verifier had all its rounds; such episodes are also counted, with the accuracy of the others.
 
@@ -61,12 +61,12 @@ def bounds_of_undecided(rows: Sequence[Row]) -> dict[str, float]:
     num_undecided = len(rows) - len(decided)
     if not num_undecided:
         return {}
-    num_right = sum(row["is_right"] for row in decided)
+    num_correct = sum(row["is_correct"] for row in decided)
     bounds = {
         "num_undecided": float(num_undecided),
-        "accuracy_if_undecided_right": (num_right + num_undecided) / len(rows),
+        "accuracy_if_undecided_correct": (num_correct + num_undecided) / len(rows),
     }
-    return bounds | ({"accuracy_of_decided": num_right / len(decided)} if decided else {})
+    return bounds | ({"accuracy_of_decided": num_correct / len(decided)} if decided else {})
 
 
 class EpisodeFamily(EvaluationFamily):
@@ -96,7 +96,7 @@ class EpisodeFamily(EvaluationFamily):
     def contender(self, evaluation: Evaluation, label: str) -> Contender:
         figures, rows = evaluation.figures, evaluation.rows
         metrics = {
-            "accuracy": metric_of(lambda row: float(row["is_right"]), is_binary=True),
+            "accuracy": metric_of(lambda row: float(row["is_correct"]), is_binary=True),
             "share_undecided": metric_of(lambda row: float(row["decision"] is None)),
             "episode_length": metric_of(lambda row: float(row["num_rounds"]), "observed"),
             **{f"reward_of_{name}": _reward_of(name) for name in figures["agents"]},

@@ -156,7 +156,10 @@ def load_judges(
     labelled: Sequence[LabelledResponse] = ()
     if labels is not None and request.labelled != NO_LABELS:
         labelled = read_labelled(Path(resolve_reference(labels, scenario_dir)))
-        texts = [f"{one.exchange.conversation}\t{one.is_failure}" for one in labelled]
+        texts = [
+            f"{response.exchange.conversation}\t{response.is_failure}{response.weighted_stratum}"
+            for response in labelled
+        ]
         configuration["labelled"] = {"number": len(labelled), "sha256": text_hash(texts)}
     model = request.embedder
     if model == "":

@@ -215,7 +215,7 @@ def _sample(row: Row) -> Sample:
     messages = [
         ("assistant" if role == "assistant" else "user", text) for role, text, *_ in row["messages"]
     ]
-    named = {name: row[name] for name in ("problem", "run", "is_right")}
+    named = {name: row[name] for name in ("problem", "run", "is_correct")}
     return Sample(messages, str(row["answer"]), scores, named, str(row["solution"]))
 
 
@@ -269,10 +269,10 @@ def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dic
         [row["problem"] for row in known],
         [row["reward"] for row in known],
         len(rows),
-        [row["is_right"] for row in known],
+        [row["is_correct"] for row in known],
     )
     figures = tally.report(num_runs)
-    has_accuracy = "num_right" in figures
+    has_accuracy = "num_correct" in figures
     trainer._refuse_nothing(f"the evaluation {name}", figures)
     num_missing = sum(_is_missing(row) for row in rows)
     if num_missing:
@@ -281,9 +281,9 @@ def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dic
     num_unknown = len(rows) - len(known)
     if num_unknown and has_accuracy:
         # What the rate would be if all missing rewards were failures, or successes.
-        num_right = figures["num_right"]
-        figures["accuracy_if_unknown_failed"] = num_right / len(rows)
-        figures["accuracy_if_unknown_passed"] = (num_right + num_unknown) / len(rows)
+        num_correct = figures["num_correct"]
+        figures["accuracy_if_unknown_failed"] = num_correct / len(rows)
+        figures["accuracy_if_unknown_passed"] = (num_correct + num_unknown) / len(rows)
     spread = paired_difference(tally.rewards, tally.problems, is_bounded=False).estimate
     if math.isfinite(spread.low):
         figures["mean_reward_interval"] = [spread.low, spread.high]
@@ -305,8 +305,8 @@ def _problems(rows: Sequence[Row]) -> list[_Problem]:
     for own in runs.values():
         known = [row for row in own if row["reward"] is not None]
         count = len(known)
-        is_right = [row["is_right"] for row in known]
-        accuracy = sum(is_right) / count if count and None not in is_right else None
+        is_correct = [row["is_correct"] for row in known]
+        accuracy = sum(is_correct) / count if count and None not in is_correct else None
         reward = sum(row["reward"] for row in known) / count if count else None
         found.append(_Problem(str(own[0]["problem_hash"]), accuracy, reward, count))
     return found

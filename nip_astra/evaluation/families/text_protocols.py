@@ -281,7 +281,7 @@ class TextProtocols(EpisodeFamily):
             },
             hyper_params=resolved.hyper_params.to_dict(),
             rates={} if accuracy is None else {f"evaluation/{name}/accuracy": float(accuracy)},
-            scores={"accuracy": sum(row["is_right"] for row in rows) / max(len(rows), 1)},
+            scores={"accuracy": sum(row["is_correct"] for row in rows) / max(len(rows), 1)},
             sample=_sample,
             model=directory.run_id,
             metadata={"agents": list(protocol.agent_names)},
@@ -297,7 +297,7 @@ def _sample(row: Row) -> Sample:
         messages.append((role, f"{turn['agent']}: {turn['answer']}"))
     decision = row["decision"] or "none"
     named = ("split", "iteration", "datapoint_id", "num_rounds", "rewards")
-    scores = {"accuracy": (float(row["is_right"]), decision)}
+    scores = {"accuracy": (float(row["is_correct"]), decision)}
     metadata = {name: row[name] for name in named}
     return Sample(messages, decision, scores, metadata, DECISIONS[row["y"]])
 
@@ -326,7 +326,7 @@ def rollout_rows(
             "datapoint_id": int(rollouts["datapoint_id"][n]),
             "y": y,
             "decision": DECISIONS.get(decision),
-            "is_right": decision == y,
+            "is_correct": decision == y,
             "num_rounds": int(rollouts["num_rounds"][n]),
             "datapoint": dict(_datapoint(rollouts, n)),
             "rewards": dict(zip(agent_names, returns_NA[n].tolist(), strict=True)),

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypedDict, TypeVar, cast
 
 import torch
 from pydantic import Field, JsonValue
@@ -56,17 +56,21 @@ def render_chat(
     `reasoning_content` is shown if the template shows it.
     """
     has_reasoning = any(message.get(REASONING_FIELDS[0]) for message in messages)
-    for shows_reasoning in (True, False) if has_reasoning else (True,):
+    # Some templates refuse reasoning beside a text: then it is left out.
+    attempts = (True, False) if has_reasoning else (True,)
+    for shows_reasoning in attempts:
+        template_messages = [_for_template(message, shows_reasoning) for message in messages]
         try:
             text: str = tokenizer.apply_chat_template(
-                [_for_template(message, shows_reasoning) for message in messages],
-                tools=[*tools] or None,
+                template_messages,
+                # Templates test whether there are tools by `tools is not none`.
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=opens_answer,
             )
             return text
         except Exception as error:
-            # Templates raise errors of any type, also for reasoning beside a text.
+            # Templates raise errors of any type.
             fault = error
     raise ModelLoadError(
         f"the chat template refused the roles {[message['role'] for message in messages]}: "
@@ -75,17 +79,21 @@ def render_chat(
 
 
 def _for_template(message: Mapping[str, Any], shows_reasoning: bool) -> dict[str, Any]:
-    parts = []
+    """Return a message as templates read it: reasoning under each name, arguments as objects."""
     reasoning = message.get(REASONING_FIELDS[0])
-    message = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    fields = {name: field for name, field in message.items() if name not in REASONING_FIELDS}
     if reasoning and shows_reasoning:
-        message |= dict.fromkeys(REASONING_FIELDS, reasoning)
+        # A template reads the name that it knows.
+        fields |= dict.fromkeys(REASONING_FIELDS, reasoning)
+    calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
         if isinstance(function["arguments"], str):
             function["arguments"] = json.loads(function["arguments"])
-        parts.append({**call, "type": "function", "function": function})
-    return {**message, "tool_calls": parts} if parts else dict(message)
+        calls.append({**call, "type": "function", "function": function})
+    if calls:
+        fields["tool_calls"] = calls
+    return fields
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,9 @@ class ChatRequest:
         """Return the seed of a request that starts at a sample, for every kind of model."""
         if self.seed is None:
             return None
-        return (derive_seed(self.seed, "sample", sample) if sample else self.seed) % NUM_SEEDS
+        # The first sample has the request's own seed, as at a service that knows no samples.
+        seed = derive_seed(self.seed, "sample", sample) if sample > 0 else self.seed
+        return seed % NUM_SEEDS
 
     def parts(self, size: int | None) -> list[ChatRequest]:
         """Split the request into parts of at most `size` samples each; None for no limit."""
@@ -355,14 +365,17 @@ class LimitParameters(SubParameters):
         if attempt > self.num_retries or retry_after > self.max_retry_after:
             return None
         longest = min(self.backoff * 2 ** (attempt - 1), LONGEST_BACKOFF)
+        # Random, so that requests that failed together do not come back together.
         pause = max(longest * (1.0 - 0.5 * jitter()), retry_after)
-        return pause if spent + pause < self.seconds_per_request else None
+        has_time = spent + pause < self.seconds_per_request
+        return pause if has_time else None
 
     @property
     def seconds_per_request(self) -> float:
         """Time limit of a request with all its attempts."""
-        given = self.request_timeout
-        return 2 * self.attempt_timeout if given is None else given
+        if self.request_timeout is None:
+            return 2 * self.attempt_timeout
+        return self.request_timeout
 
 
 class PriceParameters(SubParameters):
@@ -475,26 +488,25 @@ TOKENS_PER_MESSAGE = 4
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str | None:
     """Return the text before the first stop text; None without one."""
-    places = [place for one in stop if (place := text.find(one)) >= 0]
-    return text[: min(places)] if places else None
+    positions = [text.index(stop_text) for stop_text in stop if stop_text in text]
+    return text[: min(positions)] if positions else None
 
 
 def reject_long_answer(
     sample: ChatAnswer | ChatFailure, request: ChatRequest
 ) -> ChatAnswer | ChatFailure:
     """Return a sample, or the failure of an answer that is far longer than requested."""
-    if isinstance(sample, ChatFailure) or not _is_longer(sample.text, request.longest_text):
+    if isinstance(sample, ChatFailure):
+        return sample
+    max_bytes = request.longest_text
+    # A character has at least a byte: a text of gigabytes is not encoded only to be measured.
+    if len(sample.text) <= max_bytes and len(sample.text.encode()) <= max_bytes:
         return sample
     limit = "by default" if request.max_tokens is None else f"for {request.max_tokens} tokens"
     return ChatFailure(
         FailureReason.TOO_LONG,
-        f"the answer has more than {request.longest_text:,} bytes, the most {limit}",
+        f"the answer has more than {max_bytes:,} bytes, the most {limit}",
     )
-
-
-def _is_longer(text: str, num_bytes: int) -> bool:
-    """Return whether a text has more than some bytes in UTF-8, without encoding a long one."""
-    return len(text) > num_bytes or len(text.encode()) > num_bytes
 
 
 def estimate_tokens(text: str) -> int:
@@ -504,14 +516,51 @@ def estimate_tokens(text: str) -> int:
 
 def estimate_usage(messages: Iterable[ChatMessage], answers: Iterable[str]) -> ChatUsage:
     """Estimate the tokens of a request and its answers."""
-    prompt = sum(TOKENS_PER_MESSAGE + estimate_tokens(message["content"]) for message in messages)
-    return ChatUsage(prompt, sum(estimate_tokens(answer) for answer in answers))
+    prompt_tokens = sum(
+        TOKENS_PER_MESSAGE + estimate_tokens(message["content"]) for message in messages
+    )
+    completion_tokens = sum(estimate_tokens(answer) for answer in answers)
+    return ChatUsage(prompt_tokens, completion_tokens)
 
 
 T = TypeVar("T")
 
 
 _LOOP = BackgroundLoop()
+
+
+class PerLoop(Generic[T]):
+    """A resource of the running event loop, created again in another one.
+
+    Connections and semaphores belong to the loop in which they were first used; a forked process
+    and a second call of `asyncio.run` have another one.
+
+    Parameters
+    ----------
+    create : Callable
+        Creates the resource.
+    """
+
+    def __init__(self, create: Callable[[], T]) -> None:
+        self._create = create
+        self._resource: T | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def get(self) -> T:
+        """Return the resource of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._resource is None or self._loop is not loop:
+            self._resource = self._create()
+            self._loop = loop
+        return self._resource
+
+    def remove(self) -> T | None:
+        """Forget the resource; return it to be closed if it belongs to the running event loop."""
+        is_usable = self._loop is asyncio.get_running_loop()
+        resource = self._resource if is_usable else None
+        self._resource = None
+        self._loop = None
+        return resource
 
 
 def complete_all(model: ChatModel, requests: Sequence[ChatRequest]) -> list[ChatOutcome]:
@@ -533,8 +582,9 @@ def run_sync(task: Coroutine[Any, Any, T]) -> T:
 
 async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:
     """Return the results of all tasks; raise the error of a failed one after the others end."""
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return cast("list[T]", results)
+    # Without `return_exceptions`, the others would go on, and spend money, unobserved.
+    results_or_errors = await asyncio.gather(*tasks, return_exceptions=True)
+    for result_or_error in results_or_errors:
+        if isinstance(result_or_error, BaseException):
+            raise result_or_error
+    return cast("list[T]", results_or_errors)

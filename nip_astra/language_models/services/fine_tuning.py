@@ -20,7 +20,7 @@ from nip_astra.errors import (
     ConfigurationError,
     ServiceError,
 )
-from nip_astra.language_models.services.chat import ChatMessage, LimitParameters
+from nip_astra.language_models.services.chat import NUM_SEEDS, ChatMessage, LimitParameters
 from nip_astra.language_models.services.http_client import OpenAIConnection, read_key
 from nip_astra.parameters.parameters_base import SubParameters, Url
 from nip_astra.progress import waiting_for
@@ -108,9 +108,11 @@ class FineTuningOptions:
 
     def resolved(self) -> dict[str, Any]:
         """Return all values by name, with `DEFAULTS` in place of None."""
-        return {
-            name: DEFAULTS[name] if value is None else value for name, value in asdict(self).items()
-        }
+        options = asdict(self)
+        for name, option in options.items():
+            if option is None:
+                options[name] = DEFAULTS[name]
+        return options
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -173,11 +175,11 @@ class FineTuningService(ABC):
     async def job(self, job_id: str) -> FineTuningJob:
         """Return the current state of a job; an unknown one counts as failed."""
 
-    def place_of(self, model: str) -> str:
+    def find_model_path(self, model: str) -> str:
         """Return the path of a model with local files, else its name."""
         return model
 
-    def take_up(self, model: str) -> str:
+    def resolve_model(self, model: str) -> str:
         """Return the current name of a model that an earlier process trained.
 
         Raises `CheckpointError` when its local files are missing or damaged.
@@ -221,51 +223,55 @@ class OpenAIFineTuning(FineTuningService):
         *,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        what = "the fine-tuning service"
+        service = "the fine-tuning service"
         self.parameters = parameters
         self._pause = pause
         self._connection = OpenAIConnection(
             parameters.base_url,
-            api_key=read_key(parameters.api_key_variable, f"api_key_variable of {what}"),
+            api_key=read_key(parameters.api_key_variable, f"api_key_variable of {service}"),
             timeout=parameters.timeout,
-            what=what,
+            service=service,
         )
 
     async def submit(
         self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
-        content = jsonl_of(examples, options.method)
+        content = to_jsonl(examples, options.method)
         if len(key) > LONGEST_KEY:
             key = hashlib.sha256(key.encode()).hexdigest()
 
         async def attempt() -> FineTuningJob:
             # Before each attempt: only the response may have been lost.
-            found = await self._find(key)
-            if found is not None:
-                return found
+            existing_job = await self._find(key)
+            if existing_job is not None:
+                return existing_job
             file_id = await self._upload(content)
             jobs = self._connection.client().fine_tuning.jobs
-            fields: dict[str, Any] = {} if options.seed is None else {"seed": options.seed % 2**31}
+            fields: dict[str, Any] = {}
+            if options.seed is not None:
+                # Other services accept no larger seeds.
+                fields["seed"] = options.seed % NUM_SEEDS
             job = await jobs.create(
                 model=model,
                 training_file=file_id,
-                method=_method_of(options),
+                method=_method_field(options),
                 metadata={KEY_FIELD: key},
                 **fields,
             )
-            return _job_of(job)
+            return _read_job(job)
 
         return await self._with_retries(attempt, f"train {model!r} on {len(examples)} examples")
 
     async def job(self, job_id: str) -> FineTuningJob:
         async def attempt() -> FineTuningJob:
             try:
-                return _job_of(await self._connection.client().fine_tuning.jobs.retrieve(job_id))
+                job = await self._connection.client().fine_tuning.jobs.retrieve(job_id)
             except Exception as error:
-                if getattr(error, "status_code", None) != 404:
+                if not _is_not_found(error):
                     raise
-                gone = f"{self.parameters.base_url} has no such job"
-                return FineTuningJob(job_id, JobStatus.FAILED, error=gone)
+                reason = f"{self.parameters.base_url} has no such job"
+                return FineTuningJob(job_id, JobStatus.FAILED, error=reason)
+            return _read_job(job)
 
         return await self._with_retries(attempt, f"report the job {job_id!r}")
 
@@ -274,9 +280,12 @@ class OpenAIFineTuning(FineTuningService):
 
     async def _find(self, key: str) -> FineTuningJob | None:
         """Return the newest job that was submitted under a key."""
+        # The package requests further pages while this iterates.
         async for job in self._connection.client().fine_tuning.jobs.list(limit=100):
-            if (getattr(job, "metadata", None) or {}).get(KEY_FIELD) == key:
-                return _job_of(job)
+            # Some services have no metadata.
+            metadata = getattr(job, "metadata", None) or {}
+            if metadata.get(KEY_FIELD) == key:
+                return _read_job(job)
         return None
 
     async def _upload(self, content: bytes) -> str:
@@ -290,16 +299,20 @@ class OpenAIFineTuning(FineTuningService):
         return uploaded.id
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], action: str) -> T:
-        limits, started, number = self.parameters.limits, time.monotonic(), 0
+        """Repeat an attempt within the limits; `action` names in errors what was not possible."""
+        limits = self.parameters.limits
+        started = time.monotonic()
+        num_attempts = 0
         cause: Exception
         while True:
-            number += 1
+            num_attempts += 1
             retry_after = 0.0
             try:
                 async with asyncio.timeout(limits.attempt_timeout):
                     return await attempt()
             except TimeoutError as error:
-                cause, reason = error, f"no answer in {limits.attempt_timeout:g} s"
+                cause = error
+                reason = f"no answer in {limits.attempt_timeout:g} s"
             except AnswerTooLargeError as error:
                 raise self._failed(action, str(error)) from error
             except (ConfigurationError, BudgetExhaustedError, ServiceError):
@@ -307,19 +320,22 @@ class OpenAIFineTuning(FineTuningService):
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 # The package does not check what it reads.
                 cause = error
-                reason = f"its answer is malformed ({self._connection.shown(str(error))})"
+                reason = f"its answer is malformed ({self._connection.shorten(str(error))})"
             except Exception as error:
-                if getattr(error, "status_code", None) == 404:
-                    raise self._failed(action, self._connection.shown(str(error))) from error
-                # The package's errors; `failure_of` raises any other again.
-                failure = self._connection.failure_of(error)
-                cause, reason, retry_after = error, failure.message, failure.retry_after
+                if _is_not_found(error):
+                    # Of a model or job, not of the address, which `classify_error` would report.
+                    raise self._failed(action, self._connection.shorten(str(error))) from error
+                # The package's errors; `classify_error` raises any other again.
+                failure = self._connection.classify_error(error)
+                cause = error
+                reason = failure.message
+                retry_after = failure.retry_after
                 if not failure.reason.may_pass:
                     raise self._failed(action, reason) from error
             spent = time.monotonic() - started
-            pause = limits.pause_before(number, retry_after=retry_after, spent=spent)
+            pause = limits.pause_before(num_attempts, retry_after=retry_after, spent=spent)
             if pause is None:
-                raise self._failed(action, f"{reason} ({number} attempts)") from cause
+                raise self._failed(action, f"{reason} ({num_attempts} attempts)") from cause
             with waiting_for(f"the fine-tuning service: {reason}; next attempt in {pause:.0f} s"):
                 await self._pause(pause)
 
@@ -330,13 +346,17 @@ class OpenAIFineTuning(FineTuningService):
         )
 
 
-def jsonl_of(examples: Examples, method: str) -> bytes:
+def _is_not_found(error: Exception) -> bool:
+    return getattr(error, "status_code", None) == 404
+
+
+def to_jsonl(examples: Examples, method: str) -> bytes:
     """Convert examples to JSON Lines in OpenAI's format."""
-    wanted = SupervisedExample if method == "supervised" else PreferenceExample
-    if not examples or not all(isinstance(example, wanted) for example in examples):
+    example_class = SupervisedExample if method == "supervised" else PreferenceExample
+    if not examples or not all(isinstance(example, example_class) for example in examples):
         raise ConfigurationError(
-            f"a job of the method {method!r} needs one or more {wanted.__name__}s and no other "
-            "examples."
+            f"a job of the method {method!r} needs one or more {example_class.__name__}s and no "
+            "other examples."
         )
     lines = []
     for example in examples:
@@ -351,18 +371,19 @@ def jsonl_of(examples: Examples, method: str) -> bytes:
     return "".join(lines).encode()
 
 
-def _method_of(options: FineTuningOptions) -> Any:
+def _method_field(options: FineTuningOptions) -> Any:
     """Return the method with its hyper-parameters, without service defaults."""
-    given = {
-        theirs: getattr(options, name)
-        for name, theirs in HYPERPARAMETERS.items()
-        if getattr(options, name) is not None
-        and (options.method == "dpo" or name not in DPO_OPTIONS)
-    }
-    return {"type": options.method, options.method: {"hyperparameters": given}}
+    hyperparameters = {}
+    for name, openai_name in HYPERPARAMETERS.items():
+        option = getattr(options, name)
+        is_read = options.method == "dpo" or name not in DPO_OPTIONS
+        if option is not None and is_read:
+            hyperparameters[openai_name] = option
+    return {"type": options.method, options.method: {"hyperparameters": hyperparameters}}
 
 
-def _job_of(job: Any) -> FineTuningJob:
+def _read_job(job: Any) -> FineTuningJob:
+    """Check a job of the package, which does not check what it reads."""
     if not isinstance(job.id, str) or not isinstance(job.status, str):
         raise ServiceError(
             f"the service answered with id {job.id!r} and status {job.status!r}, not with a "
@@ -372,6 +393,7 @@ def _job_of(job: Any) -> FineTuningJob:
     try:
         status = OTHER_STATUSES.get(job.status) or JobStatus(job.status)
     except ValueError:
-        known = ", ".join([*JobStatus, *OTHER_STATUSES])
-        status, message = JobStatus.FAILED, f"its status {job.status!r} is not one of {known}"
+        statuses = ", ".join([*JobStatus, *OTHER_STATUSES])
+        status = JobStatus.FAILED
+        message = f"its status {job.status!r} is not one of {statuses}"
     return FineTuningJob(job.id, status, job.fine_tuned_model or None, message or None)

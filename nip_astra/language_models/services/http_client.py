@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from email.utils import parsedate_to_datetime
@@ -24,43 +24,56 @@ from nip_astra.errors import (
     ServiceError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.services.chat import ChatFailure, FailureReason
+from nip_astra.language_models.services.chat import ChatFailure, FailureReason, PerLoop
 from nip_astra.lazy import import_extra
 from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
     import httpx
     from openai import APIStatusError, AsyncOpenAI
+    from pydantic import JsonValue
 
 MIB = 2**20
-_LIMIT_OF_REQUEST: ContextVar[float] = ContextVar("limit of a response in bytes", default=math.inf)
+_REQUEST_LIMIT: ContextVar[float] = ContextVar("limit of a response in bytes", default=math.inf)
 ENCODINGS = ("gzip", "deflate")
 """Accepted compressions, which expand by at most a factor of 1,000; nested or other ones may expand
 without limit."""
+STALE_HEADERS = ("content-encoding", "content-length", "transfer-encoding")
+"""Headers that describe a response's body as it was sent, compressed and in chunks."""
+MAX_REPORTED_CHARACTERS = 200
 
 
-def check_address(address: str, what: str) -> SplitResult:
+def check_address(address: str, service: str) -> SplitResult:
     """Return the parts of an HTTP address; raise `ConfigurationError` for an invalid one."""
+    is_printable = address.isascii() and address.isprintable() and " " not in address
     try:
         parts = urlsplit(address)
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # Reading the port raises ValueError for an invalid one.
+        has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        is_valid = False
-    if not is_valid or not address.isascii() or not address.isprintable() or " " in address:
+        has_host = False
+    if not is_printable or not has_host or parts.scheme not in ("http", "https"):
         raise ConfigurationError(
-            f"{address!r} is not an HTTP address of {what}. Example: http://127.0.0.1:8000."
+            f"{address!r} is not an HTTP address of {service}. Example: http://127.0.0.1:8000."
         )
     return parts
+
+
+def shorten(text: str, secrets: Iterable[str] = ()) -> str:
+    """Return the start of a text on one line for a message, without secrets."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return " ".join(text.split())[:MAX_REPORTED_CHARACTERS]
 
 
 @contextmanager
 def responses_up_to(max_bytes: float) -> Iterator[None]:
     """Lower the limit of the responses that clients of `bounded` read within the block."""
-    token = _LIMIT_OF_REQUEST.set(max_bytes)
+    token = _REQUEST_LIMIT.set(max_bytes)
     try:
         yield
     finally:
-        _LIMIT_OF_REQUEST.reset(token)
+        _REQUEST_LIMIT.reset(token)
 
 
 def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncClient]:
@@ -79,42 +92,43 @@ def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncCl
         async def send(
             self, request: httpx.Request, *, stream: bool = False, **options: Any
         ) -> httpx.Response:
-            answer = await super().send(request, stream=True, **options)
+            response = await super().send(request, stream=True, **options)
             try:
-                content = await _read(answer, min(max_bytes, _LIMIT_OF_REQUEST.get()))
+                content = await _read(response, min(max_bytes, _REQUEST_LIMIT.get()))
             finally:
-                await answer.aclose()
-            kept = [
-                (name, value)
-                for name, value in answer.headers.multi_items()
-                if name not in ("content-encoding", "content-length", "transfer-encoding")
+                await response.aclose()
+            headers = [
+                header
+                for header in response.headers.multi_items()
+                if header[0] not in STALE_HEADERS
             ]
             return httpx.Response(
-                answer.status_code, headers=kept, content=content, request=request
+                response.status_code, headers=headers, content=content, request=request
             )
 
     return Bounded
 
 
-async def _read(answer: httpx.Response, max_bytes: float) -> bytes:
+async def _read(response: httpx.Response, max_bytes: float) -> bytes:
     """Return the uncompressed body; raise `AnswerTooLargeError` once the limit is exceeded."""
-    encoding = answer.headers.get("content-encoding", "identity").strip().lower()
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", *ENCODINGS):
         raise AnswerTooLargeError(
             f"the answer is compressed as {encoding[:40]!r}; supported: {', '.join(ENCODINGS)}"
         )
-    announced = answer.headers.get("content-length", "0")
-    size = int(announced[:18]) if announced.isascii() and announced.isdigit() else 0
+    too_large = AnswerTooLargeError(f"the answer is longer than {max_bytes / MIB:.3g} MiB")
+    content_length = response.headers.get("content-length", "0")
+    # An invalid length is left to the client. At most 18 digits: Python refuses thousands of them.
+    has_length = content_length.isascii() and content_length.isdigit()
+    if has_length and int(content_length[:18]) > max_bytes:
+        raise too_large
     pieces: list[bytes] = []
-    if size <= max_bytes:
-        size = 0
-        async for piece in answer.aiter_bytes():
-            size += len(piece)
-            if size > max_bytes:
-                break
-            pieces.append(piece)
-    if size > max_bytes:
-        raise AnswerTooLargeError(f"the answer is longer than {max_bytes / MIB:.3g} MiB")
+    size = 0
+    async for piece in response.aiter_bytes():
+        size += len(piece)
+        if size > max_bytes:
+            raise too_large
+        pieces.append(piece)
     return b"".join(pieces)
 
 
@@ -122,16 +136,24 @@ LARGEST_ANSWER = 64 * MIB
 """Maximum response in bytes; those of chat models have a few kilobytes."""
 NO_KEY = "no-key"
 PASSING = frozenset({408, 409, 425, 429})
-"""Statuses besides 5xx that may be retried."""
+"""Statuses besides 5xx that may be retried: request timeout, conflict (of a lock, as OpenAI's
+clients take it), too early, too many requests."""
 MISCONFIGURED = frozenset({401, 403, 404, 405})
-OF_REQUEST = frozenset({400, 413, 422})
+"""Statuses of a wrong key, address or model, which every request of the run would have."""
+REFUSED_REQUEST = frozenset({400, 413, 422})
 """Statuses of a request that a service does not accept."""
 WRONG_FIELDS = frozenset({"unsupported_parameter", "unsupported_value", "unknown_parameter"})
 """Codes of a 400 that would recur for every request of this run."""
 FORMAT_WORDS = ("response_format", "json_schema", "json_object", "structured", "grammar")
 CONTEXT_WORDS = (
-    *("context_length_exceeded", "context length", "context window", "context size"),
-    *("prompt is too long", "prompt too long", "reduce the length", "input token count"),
+    "context_length_exceeded",
+    "context length",
+    "context window",
+    "context size",
+    "prompt is too long",
+    "prompt too long",
+    "reduce the length",
+    "input token count",
 )
 """Parts of the messages with which services reject a conversation that exceeds a model's window:
 OpenAI, vLLM, llama.cpp, Anthropic, Groq, Gemini."""
@@ -142,12 +164,12 @@ TOKEN_FIELDS = ("max_tokens", "max_completion_tokens")
 UNSUPPORTED_WORDS = ("unsupported", "not supported", "unrecognized", "unknown", "not permitted")
 
 
-async def fetch_json(url: str, what: str, *, timeout: float, max_bytes: int) -> Any:
+async def fetch_json(url: str, service: str, *, timeout: float, max_bytes: int) -> JsonValue:
     """Return the JSON of a GET request without credentials.
 
     Parameters
     ----------
-    what : str
+    service : str
         Name of the service for messages: "the environment".
     timeout : float
         Seconds for the whole request, even if data still arrives.
@@ -161,37 +183,40 @@ async def fetch_json(url: str, what: str, *, timeout: float, max_bytes: int) -> 
     ServiceError
         If the answer has another status than 200, is too large, or is not JSON.
     """
-    httpx = import_extra("httpx", what, "http")
-    check_address(url, what)
+    httpx = import_extra("httpx", service, "http")
+    check_address(url, service)
+    client_class = bounded(httpx.AsyncClient, max_bytes)
     try:
+        # Two time limits: httpx's is for each read, and a service may send a byte now and then.
         async with (
             asyncio.timeout(timeout),
-            bounded(httpx.AsyncClient, max_bytes)(timeout=timeout, follow_redirects=True) as client,
+            client_class(timeout=timeout, follow_redirects=True) as client,
         ):
-            answer = await client.get(url)
+            response = await client.get(url)
     except TimeoutError as error:
         raise ServiceUnreachableError(
-            f"{what} has not answered {url} in {timeout:g} s. Start it, or raise its time limit."
+            f"{service} has not answered {url} in {timeout:g} s. Start it, or raise its time limit."
         ) from error
     except httpx.HTTPError as error:
-        shown = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         # A redirection to another protocol was an answer.
         is_answer = isinstance(error, httpx.UnsupportedProtocol)
         is_lost = isinstance(error, httpx.TransportError) and not is_answer
-        kind = ServiceUnreachableError if is_lost else ServiceError
-        raise kind(
-            f"{what} does not answer at {url}: {shown}. Start it, or check the address."
+        error_class = ServiceUnreachableError if is_lost else ServiceError
+        raise error_class(
+            f"{service} does not answer at {url}: {reason}. Start it, or check the address."
         ) from error
-    if answer.status_code != 200:
+    if response.status_code != 200:
         raise ServiceError(
-            f"{what} answered {url} with status {answer.status_code}. Check the address."
+            f"{service} answered {url} with status {response.status_code}. Check the address."
         )
     try:
-        return json.loads(answer.content)
+        content: JsonValue = json.loads(response.content)
     except (ValueError, RecursionError) as error:
         raise ServiceError(
-            f"the answer of {what} at {url} is not JSON: {error}. Check the address."
+            f"the answer of {service} at {url} is not JSON: {error}. Check the address."
         ) from error
+    return content
 
 
 class OpenAIConnection:
@@ -201,8 +226,8 @@ class OpenAIConnection:
     ----------
     timeout : float
         Seconds without data after which an attempt fails.
-    what : str
-        Name of the model for messages: "the judge".
+    service : str
+        Name of the model or service for messages: "the judge".
     uses_proxies : bool
         Whether to use the proxies of the environment.
     """
@@ -213,124 +238,129 @@ class OpenAIConnection:
         *,
         api_key: str | None,
         timeout: float,
-        what: str = "the chat model",
+        service: str = "the chat model",
         uses_proxies: bool = True,
     ) -> None:
-        parts = check_address(base_url, what)
+        parts = check_address(base_url, service)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ConfigurationError(
-                f"{what}'s base_url must not contain a user, password or query, which would be "
+                f"{service}'s base_url must not contain a user, password or query, which would be "
                 "stored with the parameters. Give the key by api_key_variable."
             )
+        # At once, so that a missing package is reported before the run begins.
         _import_openai()
         self.base_url = base_url.rstrip("/")
-        self.what = what
+        self.service = service
         self._api_key = api_key
         self._timeout = timeout
         self._uses_proxies = uses_proxies
-        self._client: AsyncOpenAI | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients = PerLoop(self._open)
+
+    def _open(self) -> AsyncOpenAI:
+        openai = _import_openai()
+        http_client_class = bounded(openai.DefaultAsyncHttpxClient, LARGEST_ANSWER)
+        http_client = http_client_class(
+            follow_redirects=False,
+            timeout=self._timeout,
+            event_hooks={"request": [_drop_key]} if self._api_key is None else {},
+            trust_env=self._uses_proxies,
+        )
+        client: AsyncOpenAI = openai.AsyncOpenAI(
+            api_key=self._api_key or NO_KEY,
+            base_url=self.base_url,
+            timeout=self._timeout,
+            # `RetryingChatModel` retries, and counts each attempt in the budget.
+            max_retries=0,
+            http_client=http_client,
+        )
+        return client
 
     def client(self) -> AsyncOpenAI:
-        """Return the client of the running event loop, to which connections belong."""
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            openai = _import_openai()
-            client: AsyncOpenAI = openai.AsyncOpenAI(
-                api_key=self._api_key or NO_KEY,
-                base_url=self.base_url,
-                timeout=self._timeout,
-                max_retries=0,
-                http_client=bounded(openai.DefaultAsyncHttpxClient, LARGEST_ANSWER)(
-                    follow_redirects=False,
-                    timeout=self._timeout,
-                    event_hooks={"request": [_drop_key]} if self._api_key is None else {},
-                    trust_env=self._uses_proxies,
-                ),
-            )
-            self._client, self._loop = client, loop
-        return self._client
+        """Return the client of the running event loop."""
+        return self._clients.get()
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
-        if self._client is not None and self._loop is asyncio.get_running_loop():
-            await self._client.close()
-        self._client = self._loop = None
+        client = self._clients.remove()
+        if client is not None:
+            await client.close()
 
-    def shown(self, text: str) -> str:
-        """Return the start of a text on one line, without the key."""
-        if self._api_key:
-            text = text.replace(self._api_key, "***")
-        return " ".join(text.split())[:200]
+    def shorten(self, text: str) -> str:
+        """Return the start of a text on one line for a message, without the key."""
+        return shorten(text, [self._api_key] if self._api_key else [])
 
-    def failure_of(self, error: Exception, *, has_format: bool = False) -> ChatFailure:
+    def classify_error(self, error: Exception, *, has_format: bool = False) -> ChatFailure:
         """Return a request's failure for an error; raise if every request would fail.
 
-        `has_format` is whether the request has a `response_format`, which the service may reject.
+        Parameters
+        ----------
+        has_format : bool
+            Whether the request has a `response_format`, which the service may reject.
         """
         openai = _import_openai()
         for cause in (error, error.__cause__):
             # Versions of the package wrap it differently.
             if isinstance(cause, AnswerTooLargeError):
-                return ChatFailure(FailureReason.TOO_LONG, self.shown(str(cause)))
+                return ChatFailure(FailureReason.TOO_LONG, self.shorten(str(cause)))
+        # Before `APIConnectionError`, its base class.
         if isinstance(error, openai.APITimeoutError):
             return ChatFailure(FailureReason.TIMEOUT, f"no answer in {self._timeout:g} s")
         if isinstance(error, openai.APIConnectionError):
             cause = error.__cause__ or error
-            shown = self.shown(f"{type(cause).__name__} {cause}")
-            return ChatFailure(FailureReason.UNAVAILABLE, shown)
+            message = self.shorten(f"{type(cause).__name__} {cause}")
+            return ChatFailure(FailureReason.UNAVAILABLE, message)
         if isinstance(error, openai.APIStatusError):
-            return self._failure_of_status(error, has_format)
+            return self._classify_status_error(error, has_format)
         if isinstance(error, openai.APIError):
-            return ChatFailure(FailureReason.MALFORMED, self.shown(str(error)))
+            return ChatFailure(FailureReason.MALFORMED, self.shorten(str(error)))
         raise error
 
-    def _failure_of_status(self, error: APIStatusError, has_format: bool) -> ChatFailure:
-        status, text = error.status_code, self.shown(error.response.text)
-        shown = f"status {status} {text}".rstrip()
+    def _classify_status_error(self, error: APIStatusError, has_format: bool) -> ChatFailure:
+        status = error.status_code
+        text = error.response.text
+        report = f"status {status} {self.shorten(text)}".rstrip()
+        # OpenAI's 429 for an account without funds, which no retry helps; OpenRouter's is 402.
         if error.code == "insufficient_quota" or status == 402:
             raise BudgetExhaustedError(
-                f"the account of {self.what} at {self.base_url} has nothing left to spend "
-                f"({shown}). Add funds, then resume the run."
+                f"the account of {self.service} at {self.base_url} has nothing left to spend "
+                f"({report}). Add funds, then resume the run."
             ) from error
-        message = error.response.text.lower()
-        wait = seconds_to_wait(error.response.headers.get("Retry-After", ""))
-        failure = failure_of_status(status, message, shown, wait)
+        retry_after = parse_retry_after(error.response.headers.get("Retry-After", ""))
+        failure = classify_status(status, text, report, retry_after)
         if failure is not None and failure.reason is not FailureReason.REFUSED:
             return failure
-        if has_format and any(word in message for word in FORMAT_WORDS):
-            return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
+        if has_format and any(word in text.lower() for word in FORMAT_WORDS):
+            return ChatFailure(FailureReason.UNKNOWN_FORM, report)
         if failure is None or error.code in WRONG_FIELDS:
             # A message about the key may contain it.
-            answer = f"status {status}" if status in (401, 403) else shown
+            reason = f"status {status}" if status in (401, 403) else report
             raise ConfigurationError(
-                f"{self.what} at {error.request.url} answered with {answer}. Check base_url, "
+                f"{self.service} at {error.request.url} answered with {reason}. Check base_url, "
                 "model, api_key_variable and the fields that this service supports; null omits "
                 "temperature."
             ) from error
         return failure
 
 
-def failure_of_status(
-    status: int, message: str, shown: str, retry_after: float
-) -> ChatFailure | None:
+def classify_status(status: int, text: str, report: str, retry_after: float) -> ChatFailure | None:
     """Return the failure of a response whose status is not 2xx; None if every request would fail.
 
     Parameters
     ----------
-    message, shown : str
-        The response's text, and its start as reported.
+    text, report : str
+        The response's text, and its start for the failure's message.
     retry_after : float
         Seconds to wait before another attempt, as the service requests.
     """
-    reason = passing_reason(status)
+    reason = find_passing_reason(status)
     if reason is not None:
-        return ChatFailure(reason, shown, retry_after)
-    if status in OF_REQUEST and exceeds_context(message):
-        return ChatFailure(FailureReason.CONTEXT_LENGTH, shown)
+        return ChatFailure(reason, report, retry_after)
+    if status in REFUSED_REQUEST and exceeds_context(text):
+        return ChatFailure(FailureReason.CONTEXT_LENGTH, report)
+    # A redirection is not followed, as it could lead the key elsewhere.
     if status in MISCONFIGURED or 300 <= status < 400:
         return None
-    return ChatFailure(FailureReason.REFUSED, shown)
+    return ChatFailure(FailureReason.REFUSED, report)
 
 
 def read_key(variable: str | None, parameter: str) -> str | None:
@@ -346,12 +376,14 @@ def read_key(variable: str | None, parameter: str) -> str | None:
     return key
 
 
-def passing_reason(status: object) -> FailureReason | None:
+def find_passing_reason(status: object) -> FailureReason | None:
     """Return the reason of a failure that may pass, by its status; None for other statuses."""
     if status == 429:
         return FailureReason.RATE_LIMITED
-    may_pass = isinstance(status, int) and (status in PASSING or status >= 500)
-    return FailureReason.UNAVAILABLE if may_pass else None
+    # 5xx are the service's own faults, those of a gateway before it among them.
+    if isinstance(status, int) and (status in PASSING or status >= 500):
+        return FailureReason.UNAVAILABLE
+    return None
 
 
 def exceeds_context(message: str) -> bool:
@@ -364,7 +396,7 @@ def is_status_error(error: Exception) -> TypeGuard[APIStatusError]:
     return isinstance(error, _import_openai().APIStatusError)
 
 
-def refused_prompt(error: APIStatusError) -> str | None:
+def find_filter_message(error: APIStatusError) -> str | None:
     """Return the message of an error with which a content filter rejects a prompt, else None.
 
     Azure and OpenAI name it in `code`; OpenRouter's moderation answers with 403.
@@ -372,29 +404,30 @@ def refused_prompt(error: APIStatusError) -> str | None:
     body = error.body if isinstance(error.body, Mapping) else {}
     metadata = body.get("metadata")
     is_flagged = isinstance(metadata, Mapping) and "flagged_input" in metadata
-    is_filtered = error.status_code in OF_REQUEST and error.code in FILTER_CODES
+    is_filtered = error.status_code in REFUSED_REQUEST and error.code in FILTER_CODES
     if not is_flagged and not is_filtered:
         return None
     message = body.get("message")
     return message if isinstance(message, str) and message else "the service refused the prompt"
 
 
-def other_token_field(error: APIStatusError, token_field: str) -> str | None:
+def find_token_field(error: APIStatusError, token_field: str) -> str | None:
     """Return the other name of the field for the maximum length, if an error requests it."""
     message = error.response.text.lower()
-    if error.status_code not in OF_REQUEST or exceeds_context(message):
+    # A message about the window names the field as well.
+    if error.status_code not in REFUSED_REQUEST or exceeds_context(message):
         return None
-    (other,) = (name for name in TOKEN_FIELDS if name != token_field)
-    is_unsupported = token_field in message and any(word in message for word in UNSUPPORTED_WORDS)
-    return other if other in message or is_unsupported else None
+    other_field = next(name for name in TOKEN_FIELDS if name != token_field)
+    is_rejected = token_field in message and any(word in message for word in UNSUPPORTED_WORDS)
+    return other_field if other_field in message or is_rejected else None
 
 
-async def _drop_key(request: Any) -> None:
+async def _drop_key(request: httpx.Request) -> None:
     # The package requires a key even if the service does not.
     request.headers.pop("Authorization", None)
 
 
-def seconds_to_wait(retry_after: str) -> float:
+def parse_retry_after(retry_after: str) -> float:
     """Parse a Retry-After header, a number of seconds or a date; 0 for an invalid one."""
     try:
         seconds = float(retry_after)

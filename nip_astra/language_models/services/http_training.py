@@ -43,7 +43,7 @@ from nip_astra.language_models.base import (
     TokenCount,
 )
 from nip_astra.language_models.remote import RemoteLanguageModel
-from nip_astra.language_models.services.chat import run_sync
+from nip_astra.language_models.services.chat import PerLoop, run_sync
 from nip_astra.language_models.services.http_client import MIB, bounded, check_address, read_key
 from nip_astra.language_models.services.training import (
     LogprobLeaves,
@@ -76,7 +76,7 @@ SECONDS_OF_ONE_REQUEST = 600.0
 """Maximum seconds from the first byte of a request to the last byte of the response."""
 SECONDS_BETWEEN_POLLS = 0.05
 SECONDS_TO_NOTIFY = 2.0
-KINDS: Mapping[int, type[ServiceError]] = {
+ERROR_CLASSES: Mapping[int, type[ServiceError]] = {
     400: ServiceRequestError,
     404: ServiceModelError,
     409: ServiceConflictError,
@@ -85,7 +85,8 @@ KINDS: Mapping[int, type[ServiceError]] = {
     429: ServiceBusyError,
 }
 PASSING = (429, 502, 503, 504)
-"""Statuses after which the same request may succeed."""
+"""Statuses after which the same request may succeed: a full service, or one that is restarted
+behind a proxy. Not 500 and 409, which here are final answers to an operation."""
 
 
 @register_training_service(TrainingServiceType.HTTP)
@@ -97,14 +98,14 @@ class HttpTrainingService(TrainingService):
     """
 
     def __init__(self, request: TrainingServiceRequest) -> None:
-        options, policy = request.parameters, request.policy
+        policy = request.policy
         self.policy = policy
-        self.connection = connection = TrainingConnection(options)
+        self.connection = TrainingConnection(request.parameters)
         self._leaves = LogprobLeaves(policy)
         self._number = 0
         self._client = uuid.uuid4().hex
         module = getattr(policy, "module", None)
-        lora = adapter_of(policy)
+        lora = describe_adapter(policy)
         body = {
             "base_model": request.remote_model(),
             "lora": lora,
@@ -115,21 +116,26 @@ class HttpTrainingService(TrainingService):
             "vocabulary": vocabulary_digest(policy.tokenizer),
             "weights": None if module is None else weights_digest(module),
         }
-        made = connection.post_json(ROUTE, body, key=f"{self._client}:model")
-        if not isinstance(made.get("id"), str):
-            raise connection.unreadable("it names no model")
-        self.model_id = made["id"]
-        # However a run ends, its model is deleted.
+        created = self.connection.post_json(ROUTE, body, key=f"{self._client}:model")
+        if not isinstance(created.get("id"), str):
+            raise self.connection.unreadable("it names no model")
+        self.model_id: str = created["id"]
         path = f"{ROUTE}/{self.model_id}"
         ended = threading.Event()
-        self._delete = weakref.finalize(self, _delete, connection, path, ended)
+        # However a run ends, its model is deleted. Neither this nor the thread refers to `self`,
+        # which would keep it alive.
+        self._delete = weakref.finalize(self, _delete_model, self.connection, path, ended)
         threading.Thread(
-            target=_report, args=(connection, path, ended), name="training report", daemon=True
+            target=_report_alive,
+            args=(self.connection, path, ended),
+            name="training report",
+            daemon=True,
         ).start()
         if module is not None and lora is not None:
+            # The service draws an adapter of its own; the run continues with the policy's.
             with tempfile.TemporaryDirectory() as folder:
                 policy.save(Path(folder))
-                self._do("load_weights", files=pack_folder(Path(folder)))
+                self._operate("load_weights", files=pack_folder(Path(folder)))
 
     @classmethod
     def open(cls, request: TrainingServiceRequest) -> HttpTrainingService:
@@ -141,13 +147,14 @@ class HttpTrainingService(TrainingService):
         def send(rows: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
             pieces.append({"rows": rows, "gradient": gradient_BT})
 
-        found = self._leaves.mean_loss(batches, loss, send)
-        self._do("backward", pieces=pieces)
-        return found
+        figures = self._leaves.mean_loss(batches, loss, send)
+        self._operate("backward", pieces=pieces)
+        return figures
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
-        found = self._do("optim_step", lr=lr, max_grad_norm=max_grad_norm)
-        grad_norm, was_taken = found.get("grad_norm"), found.get("was_taken")
+        result = self._operate("optim_step", lr=lr, max_grad_norm=max_grad_norm)
+        grad_norm = result.get("grad_norm")
+        was_taken = result.get("was_taken")
         if not isinstance(grad_norm, int | float) or not isinstance(was_taken, bool):
             raise self.connection.unreadable("it lacks grad_norm or was_taken")
         return OptimizerFigures(grad_norm, was_taken=was_taken)
@@ -155,13 +162,14 @@ class HttpTrainingService(TrainingService):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        on_cpu = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
-        (logprobs_BT,) = self._tensors("logprobs", self._do("logprobs", rows=on_cpu))
+        rows = (context_BC.cpu(), context_mask_BC.cpu(), ids_BT.cpu(), mask_BT.cpu())
+        result = self._operate("logprobs", rows=rows)
+        logprobs_BT = self._read_tensor(result, "logprobs")
         if logprobs_BT.shape != ids_BT.shape:
             raise self.connection.unreadable(
                 f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(ids_BT.shape)}"
             )
-        return self._leaves.leaf(on_cpu, logprobs_BT)
+        return self._leaves.leaf(rows, logprobs_BT)
 
     def sample(
         self,
@@ -170,16 +178,19 @@ class HttpTrainingService(TrainingService):
         uniforms_BT: Tensor,
         options: SamplingOptions,
     ) -> Generation:
-        found = self._do(
+        result = self._operate(
             "sample",
             contexts=[list(context) for context in contexts],
             rows_per_context=rows_per_context,
             uniforms=uniforms_BT,
             options=asdict(options),
         )
-        ids_BT, mask_BT, logprobs_BT = self._tensors("ids mask logprobs", found)
-        shapes = {one.shape for one in (ids_BT, mask_BT, logprobs_BT)}
-        if len(shapes) > 1 or ids_BT.shape[:1] != (len(contexts) * rows_per_context,):
+        ids_BT = self._read_tensor(result, "ids")
+        mask_BT = self._read_tensor(result, "mask")
+        logprobs_BT = self._read_tensor(result, "logprobs")
+        num_rows = len(contexts) * rows_per_context
+        shapes = {ids_BT.shape, mask_BT.shape, logprobs_BT.shape}
+        if len(shapes) > 1 or ids_BT.shape[:1] != (num_rows,):
             raise self.connection.unreadable(f"its answers have the shapes {sorted(shapes)}")
         return Generation(ids_BT, mask_BT, logprobs_BT)
 
@@ -187,7 +198,7 @@ class HttpTrainingService(TrainingService):
         self._write_files("save_state", directory)
 
     def load_state(self, directory: Path) -> None:
-        self._do("load_state", files=pack_folder(directory))
+        self._operate("load_state", files=pack_folder(directory))
 
     def save_weights_for_sampler(self, directory: Path) -> None:
         self._write_files("save_weights_for_sampler", directory)
@@ -195,17 +206,18 @@ class HttpTrainingService(TrainingService):
     def close(self) -> None:
         self._delete()
 
-    def _do(self, kind: str, **arguments: Any) -> dict[str, Any]:
+    def _operate(self, kind: str, **arguments: Any) -> dict[str, Any]:
         """Execute an operation exactly once, with retries."""
         number = self._number + 1
         message = pack_state({"kind": kind, **arguments})
         path = f"{ROUTE}/{self.model_id}/operations/{number}"
-        answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
-        # A refused operation does not use up its number.
+        response = self.connection.operate(path, message, key=f"{self._client}:{number}")
+        # Only now: an operation that never ran, for which `operate` raises, does not use up its
+        # number. One that ran and failed does.
         self._number = number
-        if answer.status_code != 200:
-            raise self.connection.error(answer)
-        content = answer.content
+        if response.status_code != 200:
+            raise self.connection.error(response)
+        content = response.content
         try:
             result: dict[str, Any] = unpack_state(content)
             self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
@@ -213,31 +225,31 @@ class HttpTrainingService(TrainingService):
             raise self.connection.unreadable(f"{len(content)} bytes, {error}") from error
         return result
 
-    def _tensors(self, names: str, found: Mapping[str, Any]) -> list[Tensor]:
-        tensors = [found.get(name) for name in names.split()]
-        if not all(isinstance(one, Tensor) for one in tensors):
-            raise self.connection.unreadable(f"it lacks one of the tensors {names}")
-        return [one for one in tensors if one is not None]
+    def _read_tensor(self, result: Mapping[str, Any], name: str) -> Tensor:
+        tensor = result.get(name)
+        if not isinstance(tensor, Tensor):
+            raise self.connection.unreadable(f"it lacks the tensor {name}")
+        return tensor
 
     def _write_files(self, kind: str, directory: Path) -> None:
-        files = self._do(kind).get("files")
+        files = self._operate(kind).get("files")
         if not isinstance(files, dict):
             raise self.connection.unreadable("it has no files")
         unpack_folder(files, directory)
 
 
-def _report(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
+def _report_alive(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
     connection.notify("GET", path)
     while not ended.wait(SECONDS_BETWEEN_REPORTS):
         connection.notify("GET", path)
 
 
-def _delete(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
+def _delete_model(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
     ended.set()
     connection.notify("DELETE", path)
 
 
-def adapter_of(policy: LanguageModel) -> dict[str, Any] | None:
+def describe_adapter(policy: LanguageModel) -> dict[str, Any] | None:
     """Return size and target layers of a policy's adapter; None if all its weights are trained."""
     if isinstance(policy, RemoteLanguageModel):
         return None if policy.lora is None else policy.lora.model_dump()
@@ -267,32 +279,34 @@ class TrainingConnection:
         assert options.base_url is not None, "validated"
         check_address(options.base_url, "the training service")
         self._httpx = httpx
-        self.options, self.base_url = options, options.base_url.rstrip("/")
+        self.options = options
+        self.base_url = options.base_url.rstrip("/")
         token = read_key(options.token_variable, "train_service.token_variable")
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._client: Any | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients = PerLoop(self._open)
 
     def post_json(self, path: str, body: Mapping[str, Any], *, key: str) -> dict[str, Any]:
         """Send JSON, and return the JSON object of the response."""
-        answer = run_sync(self._operate(path, {"json": dict(body)}, key, polls="POST"))
-        if answer.status_code != 200:
-            raise self.error(answer)
+        content = {"json": dict(body)}
+        response = run_sync(self._request_and_poll(path, content, key, poll_method="POST"))
+        if response.status_code != 200:
+            raise self.error(response)
         try:
-            found = answer.json()
+            reply = response.json()
         except (ValueError, RecursionError) as error:
             raise self.unreadable(f"it is not JSON ({error})") from error
-        if not isinstance(found, dict):
+        if not isinstance(reply, dict):
             raise self.unreadable("it is not a JSON object")
-        return found
+        return reply
 
     def operate(self, path: str, message: bytes, *, key: str) -> httpx.Response:
         """Execute an operation exactly once, and return its result or refusal."""
-        sent = {"content": message, "headers": {"Content-Type": MESSAGE}}
-        answer = run_sync(self._operate(path, sent, key, polls="GET"))
-        if answer.status_code == 200 or DONE_HEADER in answer.headers:
-            return answer
-        raise self.error(answer)
+        content = {"content": message, "headers": {"Content-Type": MESSAGE}}
+        # Polled without the message, which may have gigabytes.
+        response = run_sync(self._request_and_poll(path, content, key, poll_method="GET"))
+        if response.status_code == 200 or DONE_HEADER in response.headers:
+            return response
+        raise self.error(response)
 
     def notify(self, method: str, path: str) -> None:
         """Send a short request; ignore failures and the body of the response."""
@@ -322,20 +336,22 @@ class TrainingConnection:
             "base_url is the address of `nip-astra serve --train`, of this version."
         )
 
-    async def _operate(
-        self, path: str, sent: Mapping[str, Any], key: str, *, polls: str
+    async def _request_and_poll(
+        self, path: str, content: Mapping[str, Any], key: str, *, poll_method: str
     ) -> httpx.Response:
         """Send a request, and poll while the service works on it."""
+        poll_content = content if poll_method == "POST" else {}
         with waiting_for(f"the training service {self.base_url}", after=10.0):
             try:
                 async with asyncio.timeout(self.options.operation_timeout):
-                    answer = await self._patiently("POST", path, key, sent)
-                    while answer.status_code == 202:
+                    response = await self._request_with_retries("POST", path, key, content)
+                    while response.status_code == 202:
                         # The service has waited for the result already.
                         await asyncio.sleep(SECONDS_BETWEEN_POLLS)
-                        again = sent if polls == "POST" else {}
-                        answer = await self._patiently(polls, path, key, again)
-                    return answer
+                        response = await self._request_with_retries(
+                            poll_method, path, key, poll_content
+                        )
+                    return response
             except TimeoutError as error:
                 raise ServiceUnreachableError(
                     f"the training service {self.base_url} has not finished an operation in "
@@ -343,23 +359,23 @@ class TrainingConnection:
                     "train_service.operation_timeout, then continue with: nip-astra resume RUN."
                 ) from error
 
-    async def _patiently(
-        self, method: str, path: str, key: str, sent: Mapping[str, Any]
+    async def _request_with_retries(
+        self, method: str, path: str, key: str, content: Mapping[str, Any]
     ) -> httpx.Response:
         """Retry a request while the service does not answer or is full."""
-        deadline = time.monotonic() + self.options.patience_seconds
-        headers = {KEY_HEADER: key, **sent.get("headers", {})}
+        deadline = time.monotonic() + self.options.retry_timeout_seconds
+        # The same key each time, by which the service recognises a repeated request.
+        headers = {**content.get("headers", {}), KEY_HEADER: key}
+        arguments = {**content, "headers": headers}
         pause = 0.05
         while True:
             fault: Exception | None = None
             try:
                 async with asyncio.timeout(SECONDS_OF_ONE_REQUEST):
-                    answer = await self._open().request(
-                        method, path, **{**sent, "headers": headers}
-                    )
-                if answer.status_code not in PASSING or DONE_HEADER in answer.headers:
-                    return answer
-                problem = f"status {answer.status_code}"
+                    response = await self._clients.get().request(method, path, **arguments)
+                if response.status_code not in PASSING or DONE_HEADER in response.headers:
+                    return response
+                problem = f"status {response.status_code}"
             except AnswerTooLargeError as error:
                 raise AnswerTooLargeError(
                     f"the training service {self.base_url}: {error}. Check the service, or raise "
@@ -369,37 +385,37 @@ class TrainingConnection:
                 fault = error
                 problem = f"its answer is not complete after {SECONDS_OF_ONE_REQUEST:g} s"
             except self._httpx.RequestError as error:
-                fault, problem = error, str(error) or type(error).__name__
+                fault = error
+                problem = str(error) or type(error).__name__
             if time.monotonic() + pause > deadline:
                 if fault is None:
-                    return answer
+                    # The last refusal: its message is the best that can be reported.
+                    return response
                 raise ServiceUnreachableError(
                     f"the training service {self.base_url} does not answer: {problem} (tried for "
-                    f"{self.options.patience_seconds:.3g} s). Start it again, then continue with: "
-                    "nip-astra resume RUN."
+                    f"{self.options.retry_timeout_seconds:.3g} s). Start it again, then continue "
+                    "with: nip-astra resume RUN."
                 ) from fault
             with waiting_for(f"the training service {self.base_url}: {problem}", after=0.5):
                 await asyncio.sleep(pause)
             pause = min(2 * pause, 2.0)
 
     def _open(self) -> httpx.AsyncClient:
-        """Return the client of the running event loop; a forked process has another loop."""
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            kind = bounded(self._httpx.AsyncClient, int(self.options.max_answer_mib * MIB))
-            self._client = kind(
-                base_url=self.base_url, headers=self._headers, timeout=SECONDS_WITHOUT_A_BYTE
-            )
-            self._loop = loop
-        return self._client
+        max_bytes = int(self.options.max_answer_mib * MIB)
+        client_class = bounded(self._httpx.AsyncClient, max_bytes)
+        return client_class(
+            base_url=self.base_url, headers=self._headers, timeout=SECONDS_WITHOUT_A_BYTE
+        )
 
-    def error(self, answer: httpx.Response) -> ServiceError:
+    def error(self, response: httpx.Response) -> ServiceError:
+        """Return the error for a response that refuses a request."""
         try:
-            reason = str(answer.json()["error"]["message"])
+            reason = str(response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            reason = answer.text[:300] or f"status {answer.status_code}"
-        kind = KINDS.get(answer.status_code, ServiceError)
-        return kind(f"the training service {self.base_url} refused a request: {reason}")
+            # A proxy's page, for instance.
+            reason = response.text[:300] or f"status {response.status_code}"
+        error_class = ERROR_CLASSES.get(response.status_code, ServiceError)
+        return error_class(f"the training service {self.base_url} refused a request: {reason}")
 
 
 # ---- messages
@@ -407,13 +423,14 @@ class TrainingConnection:
 
 def pack_folder(folder: Path) -> dict[str, Tensor]:
     """Return the files of a folder as bytes, by relative path."""
-    return {
-        path.relative_to(folder).as_posix(): torch.frombuffer(
-            bytearray(path.read_bytes()), dtype=torch.uint8
-        )
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.stat().st_size
-    }
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        # torch makes no tensor of an empty buffer.
+        if path.is_file() and path.stat().st_size > 0:
+            content = bytearray(path.read_bytes())
+            name = path.relative_to(folder).as_posix()
+            files[name] = torch.frombuffer(content, dtype=torch.uint8)
+    return files
 
 
 def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
@@ -437,16 +454,16 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
 
 def weights_digest(module: Any) -> str:
     """Return a digest of a model's weights, without adapters."""
-    weights = [
-        tensor.detach().to("cpu", torch.float32).contiguous().numpy()
-        for name, tensor in module.named_parameters()
-        if "lora_" not in name
-    ]
-    digests = sorted(hashlib.sha256(weight.tobytes()).hexdigest() for weight in weights)
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    digests = []
+    for name, parameter in module.named_parameters():
+        if "lora_" not in name:
+            weights = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
+            digests.append(hashlib.sha256(weights.tobytes()).hexdigest())
+    # Without names, which PEFT changes.
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
     """Return a digest of a vocabulary."""
-    items = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(repr(items).encode()).hexdigest()
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from nip_astra.call_outcomes import KeptOutcome, current_outcomes, key_of_call
 from nip_astra.errors import (
     BudgetExhaustedError,
     ConfigurationError,
@@ -46,6 +47,7 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     LimitParameters,
+    PerLoop,
     PriceParameters,
     estimate_usage,
     gather_all,
@@ -89,7 +91,7 @@ class ServiceUse:
     ----------
     num_requests : int
         Attempts, including failed ones.
-    num_remembered : int
+    num_cached : int
         Samples from the cache.
     num_refusals : int
         Answers marked as refusals, or withheld for their content.
@@ -106,7 +108,7 @@ class ServiceUse:
     model: str
     num_requests: int = 0
     num_samples: int = 0
-    num_remembered: int = 0
+    num_cached: int = 0
     num_refusals: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     num_estimated: int = 0
@@ -136,9 +138,15 @@ class Usage(NamedTuple):
     tokens: int = 0
     cost: float = 0.0
 
-    def plus(self, other: Usage, sign: int = 1) -> Usage:
-        """Return the sum, or with sign -1 the difference."""
-        return Usage._make(a + sign * b for a, b in zip(self, other, strict=True))
+    def plus(self, usage: Usage) -> Usage:
+        return Usage(
+            self.requests + usage.requests, self.tokens + usage.tokens, self.cost + usage.cost
+        )
+
+    def minus(self, usage: Usage) -> Usage:
+        return Usage(
+            self.requests - usage.requests, self.tokens - usage.tokens, self.cost - usage.cost
+        )
 
 
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
@@ -171,20 +179,24 @@ class UsageLog:
                 "SELECT COUNT(*), COALESCE(SUM(prompt_tokens + completion_tokens), 0), "
                 "COALESCE(SUM(cost), 0.0) FROM requests"
             ).fetchone()
-            kept, found = self._total.read(), Usage(*row)
-            self.spent = Usage._make(map(max, kept, found))
-            if self.spent != kept:
+            logged = Usage(*row)
+            total = self._total.read()
+            # The larger of both: a damaged log, or one killed before its commit, lacks requests; a
+            # run of an earlier version has no total.
+            self.spent = Usage._make(map(max, total, logged))
+            if self.spent != total:
                 self._total.write(self.spent)
-        if self.spent.requests > found.requests:
+        num_missing = self.spent.requests - logged.requests
+        if num_missing > 0:
             logger.warning(
                 "%s lacks %d of %d requests; the budget counts them, tables of usage do not",
                 path,
-                self.spent.requests - found.requests,
+                num_missing,
                 self.spent.requests,
             )
 
     @classmethod
-    def of(cls, path: Path | None) -> UsageLog:
+    def open(cls, path: Path | None) -> UsageLog:
         """Return the log of a file, opened once per process; see `keeping_service_files`."""
         return cls() if path is None else _open_once(cls, path)
 
@@ -193,44 +205,46 @@ class UsageLog:
         with self._lock:
             self._database.close()
 
-    async def reserve(self, most: Usage, budget: Budget) -> None:
+    async def reserve(self, max_usage: Usage, budget: Budget) -> None:
         """Reserve the maximum usage of a request; wait for open requests if necessary.
 
         Raises `BudgetExhaustedError` if none is open and the rest may not suffice.
         """
         while True:
             with self._lock:
-                exceeded = _exceeded(self.spent.plus(self._reserved).plus(most), budget)
+                planned = self.spent.plus(self._reserved).plus(max_usage)
+                exceeded = _find_exceeded_limit(planned, budget)
                 if exceeded is None:
-                    self._reserved = self._reserved.plus(most)
+                    self._reserved = self._reserved.plus(max_usage)
                     return
-                if not self._reserved.requests:
-                    name, limit = exceeded
+                # Open requests usually use less than they reserved. Without any, waiting is vain.
+                if self._reserved.requests == 0:
                     raise BudgetExhaustedError(
-                        f"the next request could exceed {name}={limit:g}, after "
+                        f"the next request could exceed {exceeded.name}={exceeded.limit:g}, after "
                         f"{self.spent.requests} requests, {self.spent.tokens} tokens and a cost "
                         f"of {self.spent.cost:.4g}. Continue with a larger limit: nip-astra "
-                        f"resume RUN --settings {name}=<more> (or the same command for an "
-                        "evaluation)"
+                        f"resume RUN --settings {exceeded.name}=<more> (or the same command for "
+                        "an evaluation)"
                     )
             await asyncio.sleep(SECONDS_BETWEEN_RESERVATIONS)
 
     def release(self, reserved: Usage, record: RequestRecord | None) -> None:
         """Replace a reservation by the actual usage; None for an aborted request."""
         with self._lock:
-            self._reserved = self._reserved.plus(reserved, -1)
+            self._reserved = self._reserved.minus(reserved)
             if record is None:
                 return
             tokens = record.prompt_tokens + record.completion_tokens
-            took = Usage(1, tokens, record.cost or 0.0)
-            self.spent = self.spent.plus(took)
-            marks = ", ".join("?" * (len(_COLUMNS) + 1))
-            values = (time.time(), *astuple(record))
+            usage = Usage(1, tokens, record.cost or 0.0)
+            self.spent = self.spent.plus(usage)
+            placeholders = ", ".join("?" * (len(_COLUMNS) + 1))
+            row = (time.time(), *astuple(record))
             with self._transaction():
-                self._database.execute(f"INSERT INTO requests VALUES ({marks})", values)
-                self._total.write(self._total.read().plus(took))
+                self._database.execute(f"INSERT INTO requests VALUES ({placeholders})", row)
+                # From the file, not from `spent`: other processes of the run write to it too.
+                self._total.write(self._total.read().plus(usage))
 
-    def set_aside(self, label: str) -> None:
+    def archive(self, label: str) -> None:
         """Exclude the usage under a label from everything but the budget."""
         self._run("UPDATE requests SET label = label || ' (before)' WHERE label = ?", label)
         self._run("DELETE FROM remembered WHERE label = ?", label)
@@ -239,23 +253,31 @@ class UsageLog:
         self._run(
             "INSERT INTO remembered VALUES (?, ?) ON CONFLICT (label) "
             "DO UPDATE SET num_samples = num_samples + excluded.num_samples",
-            *(label, num_samples),
+            label,
+            num_samples,
         )
 
     def use(self, label: str, model: str) -> ServiceUse:
         """Return the usage under a label."""
-        columns, of_label = ", ".join(_TOTALS.values()), "FROM requests WHERE label = ?"
-        (totals,) = self._run(f"SELECT {columns} {of_label}", label)
+        columns = ", ".join(_TOTALS.values())
+        (totals,) = self._run(f"SELECT {columns} FROM requests WHERE label = ?", label)
         cached = self._run("SELECT num_samples FROM remembered WHERE label = ?", label)
-        rows = self._run(f"SELECT seconds {of_label} AND outcome = 'answered'", label)
-        seconds = sorted(row[0] for row in rows)
+        answered = self._run(
+            "SELECT seconds FROM requests WHERE label = ? AND outcome = 'answered'", label
+        )
+        seconds = sorted(row[0] for row in answered)
+        median: float | None = None
+        p95: float | None = None
+        if seconds:
+            median = statistics.median(seconds)
+            p95 = seconds[int(0.95 * (len(seconds) - 1))]
         return ServiceUse(
             model,
             **dict(zip(_TOTALS, totals, strict=True)),
-            num_remembered=cached[0][0] if cached else 0,
+            num_cached=cached[0][0] if cached else 0,
             failures=dict(self._run(_FAILURES, label)),
-            median_seconds=statistics.median(seconds) if seconds else None,
-            p95_seconds=seconds[int(0.95 * (len(seconds) - 1))] if seconds else None,
+            median_seconds=median,
+            p95_seconds=p95,
         )
 
     def _run(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -265,6 +287,8 @@ class UsageLog:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with guarded(self.path):
+            # It takes the write lock at once. A lock taken at the first write could fail, since
+            # another process may have written after this one has read.
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -311,6 +335,7 @@ class _TotalFile:
         """Write the total at constant width, so that a kill cannot truncate it."""
         if self.path is not None:
             self.path.touch()
+            # Overwritten in place by a single write; mode "w" would empty the file first.
             with self.path.open("r+b", buffering=0) as file:
                 file.write(f"{json.dumps(total):<100}\n".encode())
 
@@ -356,12 +381,19 @@ def guarded(path: Path | None) -> Iterator[None]:
         ) from error
 
 
-def _exceeded(planned: Usage, budget: Budget) -> tuple[str, float] | None:
-    """Return the name and value of the first limit that would be exceeded, if any."""
+class _Limit(NamedTuple):
+    """A limit of a budget, under the name of its setting."""
+
+    name: str
+    limit: float
+
+
+def _find_exceeded_limit(planned: Usage, budget: Budget) -> _Limit | None:
+    """Return the first limit that would be exceeded, if any."""
     limits = (budget.max_requests, budget.max_tokens, budget.max_cost)
-    for name, value, limit in zip(Usage._fields, planned, limits, strict=True):
-        if limit is not None and value > limit:
-            return f"max_service_{name}", limit
+    for name, amount, limit in zip(Usage._fields, planned, limits, strict=True):
+        if limit is not None and amount > limit:
+            return _Limit(f"max_service_{name}", limit)
     return None
 
 
@@ -379,7 +411,7 @@ class ResponseCache:
             )
 
     @classmethod
-    def of(cls, path: Path) -> ResponseCache:
+    def open(cls, path: Path) -> ResponseCache:
         """Return the cache in a file, opened once per process; see `keeping_service_files`."""
         return _open_once(cls, path)
 
@@ -389,32 +421,34 @@ class ResponseCache:
             self._database.close()
 
     def get(self, keys: Sequence[str]) -> list[ChatAnswer | None]:
+        """Return the answer of each key; None without one."""
         answers = []
         with self._lock, guarded(self.path):
             for key in keys:
                 row = self._database.execute(
                     "SELECT answer FROM answers WHERE key = ?", (key,)
                 ).fetchone()
-                answers.append(None if row is None else _read(row[0]))
+                answers.append(None if row is None else _read_stored_answer(row[0]))
         return answers
 
-    def usage_of(self, keys: Sequence[str]) -> ChatUsage:
+    def sum_usage(self, keys: Sequence[str]) -> ChatUsage:
         """Return the tokens of the requests with these answers, as far as known."""
-        marks = ", ".join("?" * len(keys))
+        placeholders = ", ".join("?" * len(keys))
         with self._lock, guarded(self.path):
             rows = self._database.execute(
-                f"SELECT answer FROM answers WHERE key IN ({marks})", list(keys)
+                f"SELECT answer FROM answers WHERE key IN ({placeholders})", list(keys)
             ).fetchall()
-        counts = [json.loads(text).get("usage", (0, 0)) for (text,) in rows]
-        return ChatUsage(sum(prompt for prompt, _ in counts), sum(answer for _, answer in counts))
+        usages = [ChatUsage(*json.loads(text).get("usage", (0, 0))) for (text,) in rows]
+        return sum_usage([NOTHING_USED, *usages])
 
     def put(self, answers: Mapping[str, ChatAnswer], usage: ChatUsage = NOTHING_USED) -> None:
         """Store answers with their common usage; existing ones stay."""
-        taken = dict.fromkeys(answers, NOTHING_USED) | dict.fromkeys(list(answers)[:1], usage)
-        rows = [
-            (key, json.dumps(asdict(answer) | {"usage": taken[key]}))
-            for key, answer in answers.items()
-        ]
+        rows = []
+        # With the first answer, so that a sum over all counts it once.
+        row_usage = usage
+        for key, answer in answers.items():
+            rows.append((key, json.dumps(asdict(answer) | {"usage": row_usage})))
+            row_usage = NOTHING_USED
         with self._lock, guarded(self.path):
             self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", rows)
 
@@ -433,49 +467,59 @@ def keeping_service_files(folder: Path) -> Iterator[None]:
     A staged run opens a model after each job of fine-tuning, and each model would open the files
     again: SQLite releases a file only when every connection to it in the process is closed.
     """
-    kept = _KEPT_FILES[folder.resolve()] = []
+    folder = folder.resolve()
+    files: list[UsageLog | ResponseCache] = []
+    _KEPT_FILES[folder] = files
     try:
         yield
     finally:
-        del _KEPT_FILES[folder.resolve()]
-        for file in kept:
-            if file.path is not None and file.path.resolve().is_relative_to(folder.resolve()):
+        del _KEPT_FILES[folder]
+        for file in files:
+            path = None if file.path is None else file.path.resolve()
+            # A cache that several runs share is elsewhere, and may be in use by another run.
+            if path is not None and path.is_relative_to(folder):
                 # A run that is resumed in this process opens it again.
-                _OPEN_FILES.pop((type(file), file.path.resolve()), None)
+                _OPEN_FILES.pop((type(file), path), None)
                 file.close()
 
 
 def _open_once(cls: type[ServiceFile], path: Path) -> ServiceFile:
-    key = cls, path.resolve()
-    opened: ServiceFile | None = _OPEN_FILES.get(key)
-    if opened is None:
-        opened = _OPEN_FILES[key] = cls(path)
-        for kept in _KEPT_FILES.values():
-            kept.append(opened)
-    return opened
+    key = (cls, path.resolve())
+    file: ServiceFile | None = _OPEN_FILES.get(key)
+    if file is None:
+        file = cls(path)
+        # Weakly, so that it is closed with its last model, unless a block keeps it.
+        _OPEN_FILES[key] = file
+        for kept_files in _KEPT_FILES.values():
+            kept_files.append(file)
+    return file
 
 
-def key_of(model: ChatModel, request: ChatRequest, sample: int) -> str:
+def cache_key(model: ChatModel, request: ChatRequest, sample: int) -> str:
     """Return the key of an answer in the cache."""
     fields = asdict(request)
+    # Samples are stored one by one, and the request's name does not affect its answer.
     del fields["num_samples"], fields["first_sample"], fields["key"]
-    whole = {"model": model.name, "place": model.place, "sample": sample, **fields}
-    text = json.dumps(whole, sort_keys=True, ensure_ascii=True)
+    identity = {"model": model.name, "place": model.place, "sample": sample, **fields}
+    text = json.dumps(identity, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(text: str) -> ChatAnswer | None:
+def _read_stored_answer(text: str) -> ChatAnswer | None:
     try:
         stored = json.loads(text)
         logprobs = stored["token_logprobs"]
+        if logprobs is not None:
+            logprobs = tuple(float(logprob) for logprob in logprobs)
+        # Earlier versions stored neither calls nor reasoning.
+        calls = [ToolCall(name, dict(values)) for name, values in stored.get("calls", ())]
         return ChatAnswer(
             str(stored["text"]),
             FinishReason(stored["finish_reason"]),
             stored["refusal"],
-            None if logprobs is None else tuple(float(value) for value in logprobs),
-            # Earlier versions stored neither.
+            logprobs,
             stored.get("reasoning"),
-            tuple(ToolCall(name, dict(values)) for name, values in stored.get("calls", ())),
+            tuple(calls),
         )
     except (ValueError, LookupError, TypeError):
         # Written by another version.
@@ -519,9 +563,9 @@ class RateLimiter:
             if start >= self._not_before:
                 return
 
-    def correct(self, planned: int, taken: int) -> None:
+    def correct(self, planned: int, used: int) -> None:
         """Replace the planned tokens of an attempt by the actual ones."""
-        self._next_by_tokens += (taken - planned) * self._seconds_a_token
+        self._next_by_tokens += (used - planned) * self._seconds_a_token
 
     def pause(self, seconds: float) -> None:
         """Delay all further attempts for some seconds."""
@@ -569,7 +613,9 @@ class RetryingChatModel(ChatModel):
                 f"prices of the {label}: {{prompt: 0.15, completion: 0.6}}, per million tokens."
             )
         self.model = model
-        self.name, self.place = model.name, model.place
+        # Under the same key in the cache as without retries.
+        self.name = model.name
+        self.place = model.place
         self.limits = limits
         self.label = self.account = label
         self.prices = prices
@@ -580,8 +626,7 @@ class RetryingChatModel(ChatModel):
         self._limiter = RateLimiter(limits, clock=clock, sleep=sleep)
         # It affects the start of attempts, not the answers.
         self._jitter = jitter or random.random
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = PerLoop(lambda: asyncio.Semaphore(limits.concurrency))
         self._num_open = 0
         self.last_failure = ""
         self._end: Exception | None = None
@@ -601,8 +646,9 @@ class RetryingChatModel(ChatModel):
 
     def max_usage(self, request: ChatRequest) -> Usage:
         """Estimate an upper bound of the usage of one attempt."""
-        prompt = estimate_usage(request.messages, ()).prompt_tokens
-        usage = ChatUsage(prompt, (request.max_tokens or ANSWER_TOKENS) * request.num_samples)
+        prompt_tokens = estimate_usage(request.messages, ()).prompt_tokens
+        answer_tokens = (request.max_tokens or ANSWER_TOKENS) * request.num_samples
+        usage = ChatUsage(prompt_tokens, answer_tokens)
         return Usage(1, sum(usage), self.prices.cost(usage) if self.prices else 0.0)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
@@ -612,7 +658,9 @@ class RetryingChatModel(ChatModel):
             outcomes = await gather_all(map(self._answer_part, parts))
         finally:
             self._num_open -= 1
-            if not self._num_open:
+            if self._num_open == 0:
+                # All that the error concerned have ended. The user may have fixed its cause, as in
+                # a notebook.
                 self._end = None
         count_requests()
         return join_outcomes(outcomes)
@@ -632,70 +680,122 @@ class RetryingChatModel(ChatModel):
         """Return responses from the cache if it has all of them; else request and store them."""
         if self.cache is None:
             return self._split(await self._request_with_retries(request))
-        keys = [key_of(self.model, request, number) for number in request.sample_numbers]
-        # Other versions stored answers without a word, and of any length.
-        known = [
-            answer if answer is not None and self._is_kept(answer, request) else None
-            for answer in self.cache.get(keys)
-        ]
-        if all(answer is not None for answer in known):
-            self.usage_log.count_cached(self.account, len(known))
-            answers = tuple(answer for answer in known if answer is not None)
-            before = self.cache.usage_of(keys) if self._remembers_run_alone else NOTHING_USED
+        keys = [cache_key(self.model, request, number) for number in request.sample_numbers]
+        cached: dict[str, ChatAnswer] = {}
+        for key, answer in zip(keys, self.cache.get(keys), strict=True):
+            # Other versions stored answers without a word, and of any length.
+            if answer is not None and self._is_reply(answer, request):
+                cached[key] = answer
+        if len(cached) == len(keys):
+            self.usage_log.count_cached(self.account, len(keys))
+            # What another run paid for is no usage of this one.
+            before = self.cache.sum_usage(keys) if self._remembers_run_alone else NOTHING_USED
+            answers = tuple(cached[key] for key in keys)
             return self._split(ChatOutcome(answers, is_cached=True, usage_before=before))
-        outcome = await self._request_with_retries(request)
-        pairs = zip(keys, outcome.samples, strict=True)
-        answered = {
-            key: sample
-            for key, sample in pairs
-            if isinstance(sample, ChatAnswer) and self._is_kept(sample, request)
-        }
-        self.cache.put(answered, outcome.usage)
-        samples = zip(known, outcome.samples, strict=True)
-        return self._split(replace(outcome, samples=tuple(old or new for old, new in samples)))
+        outcome = self._take_timeout(keys, cached)
+        if outcome is None:
+            outcome = await self._request_with_retries(request)
+            self._keep_timeout(keys, outcome)
+        new_answers = {}
+        samples: list[ChatAnswer | ChatFailure] = []
+        for key, sample in zip(keys, outcome.samples, strict=True):
+            if isinstance(sample, ChatAnswer) and self._is_reply(sample, request):
+                new_answers[key] = sample
+            # A stored answer stays, so that a resumed run reads what the first one did.
+            samples.append(cached.get(key, sample))
+        self.cache.put(new_answers, outcome.usage)
+        return self._split(replace(outcome, samples=tuple(samples)))
+
+    def _keep_timeout(self, keys: Sequence[str], outcome: ChatOutcome) -> None:
+        """Keep failures by a time limit for a resumed run; the cache keeps answers."""
+        failures = [
+            [str(sample.reason), sample.message] if isinstance(sample, ChatFailure) else None
+            for sample in outcome.samples
+        ]
+        is_late = any(
+            isinstance(sample, ChatFailure) and sample.reason is FailureReason.TIMEOUT
+            for sample in outcome.samples
+        )
+        outcomes = current_outcomes()
+        if is_late and self._remembers_run_alone and outcomes is not None:
+            key = key_of_call("chat", [self.account, *keys])
+            outcomes.keep(KeptOutcome(key, {"failures": failures, "usage": list(outcome.usage)}))
+
+    def _take_timeout(
+        self, keys: Sequence[str], cached: Mapping[str, ChatAnswer]
+    ) -> ChatOutcome | None:
+        """Return the outcome of a request that exceeded its time limit before the run's resumption.
+
+        `cached` are the samples that were answered then.
+        """
+        outcomes = current_outcomes()
+        if not self._remembers_run_alone or outcomes is None:
+            return None
+        kept = outcomes.take(key_of_call("chat", [self.account, *keys]))
+        if kept is None:
+            return None
+        samples: list[ChatAnswer | ChatFailure] = []
+        for key, failure in zip(keys, kept.value["failures"], strict=True):
+            if failure is not None:
+                reason, message = failure
+                samples.append(ChatFailure(FailureReason(reason), message))
+            elif key in cached:
+                samples.append(cached[key])
+            else:
+                # An answer that no cache keeps, such as one that was cut.
+                return None
+        return ChatOutcome(
+            tuple(samples), is_cached=True, usage_before=ChatUsage(*kept.value["usage"])
+        )
 
     def _split(self, outcome: ChatOutcome) -> ChatOutcome:
         """Take the reasoning out of the texts of answers; the cache has them as they came."""
         markers = self.model.reasoning_markers
-        return replace(
-            outcome, samples=tuple(split_answer(sample, markers) for sample in outcome.samples)
-        )
+        samples = tuple(split_answer(sample, markers) for sample in outcome.samples)
+        return replace(outcome, samples=samples)
 
-    def _is_kept(self, answer: ChatAnswer, request: ChatRequest) -> bool:
+    def _is_reply(self, answer: ChatAnswer, request: ChatRequest) -> bool:
         """Return whether an answer is a reply to the request, which is not requested again."""
         is_missing = split_answer(answer, self.model.reasoning_markers).is_missing
-        return not is_missing and reject_long_answer(answer, request) is answer
+        is_too_long = reject_long_answer(answer, request) is not answer
+        return not is_missing and not is_too_long
 
     async def _request_with_retries(self, request: ChatRequest) -> ChatOutcome:
-        samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
-        usage, is_estimated = NOTHING_USED, False
-        spent, attempt = 0.0, 0
+        num_attempts = 0
+        seconds_spent = 0.0
+        usage = NOTHING_USED
+        is_estimated = False
+        samples: list[ChatAnswer | ChatFailure] = []
         while True:
-            outcome, seconds = await self._attempt(request, self.limits.seconds_per_request - spent)
-            attempt, spent = attempt + 1, spent + seconds
+            seconds_left = self.limits.seconds_per_request - seconds_spent
+            outcome, seconds = await self._attempt(request, seconds_left)
+            num_attempts += 1
+            seconds_spent += seconds
             usage = sum_usage([usage, outcome.usage])
             is_estimated |= outcome.is_usage_estimated
+            # A retry requests all samples again; those that had an answer keep it.
             samples = [
-                old if isinstance(old, ChatAnswer) else new
-                for old, new in zip(samples, outcome.samples, strict=True)
+                earlier if isinstance(earlier, ChatAnswer) else sample
+                for earlier, sample in zip(samples or outcome.samples, outcome.samples, strict=True)
             ]
-            failures = [one for one in samples if isinstance(one, ChatFailure)]
-            pause = self._pause_before(attempt, failures, spent)
+            failures = [sample for sample in samples if isinstance(sample, ChatFailure)]
+            pause = self._pause_before(num_attempts, failures, seconds_spent)
             if pause is None:
                 break
             if pause > 0:
-                last = f"{failures[0].reason}, {failures[0].message}"
-                with waiting_for(f"{self.label}: {last}; next attempt in {pause:.0f} s"):
+                reason = f"{failures[0].reason}, {failures[0].message}"
+                with waiting_for(f"{self.label}: {reason}; next attempt in {pause:.0f} s"):
                     await self._limiter.sleep(pause)
-                spent += pause
-        final = [
-            self._with_attempts(one, attempt) if isinstance(one, ChatFailure) else one
-            for one in samples
-            if one is not None
-        ]
-        return ChatOutcome(tuple(final), usage, is_usage_estimated=is_estimated)
+                seconds_spent += pause
+        final_samples = tuple(
+            self._describe_failure(sample, num_attempts)
+            if isinstance(sample, ChatFailure)
+            else sample
+            for sample in samples
+        )
+        return ChatOutcome(final_samples, usage, is_usage_estimated=is_estimated)
 
-    def _with_attempts(self, failure: ChatFailure, num_attempts: int) -> ChatFailure:
+    def _describe_failure(self, failure: ChatFailure, num_attempts: int) -> ChatFailure:
         """Return the failure, with its number of attempts in the message."""
         message = failure.message
         if failure.retry_after > self.limits.max_retry_after:
@@ -711,31 +811,36 @@ class RetryingChatModel(ChatModel):
     def _pause_before(
         self, attempt: int, failures: Sequence[ChatFailure], spent: float
     ) -> float | None:
+        """Return the seconds to wait before a retry; None for no retry."""
         passing = [failure for failure in failures if failure.reason.may_pass]
         if not passing:
             return None
-        requested = max(failure.retry_after for failure in passing)
+        retry_after = max(failure.retry_after for failure in passing)
         pause = self.limits.pause_before(
-            attempt, retry_after=requested, spent=spent, jitter=self._jitter
+            attempt, retry_after=retry_after, spent=spent, jitter=self._jitter
         )
         if pause is None:
             return None
-        if any(failure.reason is FailureReason.RATE_LIMITED for failure in passing):
+        reasons = {failure.reason for failure in passing}
+        if FailureReason.RATE_LIMITED in reasons:
             # The limit is the account's, so it holds for every request.
-            self._limiter.pause(requested)
-        # A malformed answer needs no pause.
-        return 0.0 if all(one.reason is FailureReason.MALFORMED for one in passing) else pause
+            self._limiter.pause(retry_after)
+        if reasons == {FailureReason.MALFORMED}:
+            # The service works; another sample may be well formed.
+            return 0.0
+        return pause
 
     async def _attempt(
         self, request: ChatRequest, seconds_left: float
     ) -> tuple[ChatOutcome, float]:
         """Make one attempt, within the limits, and measure its duration."""
-        most = self.max_usage(request)
-        async with self._free_slots():
+        max_usage = self.max_usage(request)
+        # The budget is reserved last: a request that waits for the rate limit holds no part of it.
+        async with self._slots.get():
             self._raise_if_ended()
-            await self._limiter.acquire(most.tokens)
+            await self._limiter.acquire(max_usage.tokens)
             self._raise_if_ended()
-            await self.usage_log.reserve(most, self.budget)
+            await self.usage_log.reserve(max_usage, self.budget)
             record: RequestRecord | None = None
             started = self._limiter.clock()
             try:
@@ -743,10 +848,10 @@ class RetryingChatModel(ChatModel):
                 samples = tuple(reject_long_answer(sample, request) for sample in outcome.samples)
                 outcome = replace(outcome, samples=samples)
                 seconds = self._limiter.clock() - started
-                record = self._record(outcome, seconds)
+                record = self._make_record(outcome, seconds)
             finally:
-                self.usage_log.release(most, record)
-            self._limiter.correct(most.tokens, sum(outcome.usage))
+                self.usage_log.release(max_usage, record)
+            self._limiter.correct(max_usage.tokens, sum(outcome.usage))
             return outcome, seconds
 
     def _raise_if_ended(self) -> None:
@@ -755,14 +860,15 @@ class RetryingChatModel(ChatModel):
             raise self._end
 
     async def _request_in_time(self, request: ChatRequest, seconds_left: float) -> ChatOutcome:
-        limit = min(self.limits.attempt_timeout, seconds_left)
-        what = f"{self.label}: no answer for {SECONDS_OF_AN_ANSWER:.0f} s, at most {limit:.0f} s"
+        """Return the outcome of a request, or failures if the time is over."""
+        timeout = min(self.limits.attempt_timeout, seconds_left)
+        status = f"no answer for {SECONDS_OF_AN_ANSWER:.0f} s, at most {timeout:.0f} s"
         try:
-            async with asyncio.timeout(limit):
-                with waiting_for(what, after=SECONDS_OF_AN_ANSWER):
+            async with asyncio.timeout(timeout):
+                with waiting_for(f"{self.label}: {status}", after=SECONDS_OF_AN_ANSWER):
                     return await self.model.answer(request)
         except TimeoutError:
-            failure = ChatFailure(FailureReason.TIMEOUT, f"no answer in {limit:.3g} s")
+            failure = ChatFailure(FailureReason.TIMEOUT, f"no answer in {timeout:.3g} s")
             # The prompt has to be paid for even without an answer.
             return ChatOutcome(
                 (failure,) * request.num_samples,
@@ -770,13 +876,7 @@ class RetryingChatModel(ChatModel):
                 is_usage_estimated=True,
             )
 
-    def _free_slots(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._loop is not loop:
-            self._slots, self._loop = asyncio.Semaphore(self.limits.concurrency), loop
-        return self._slots
-
-    def _record(self, outcome: ChatOutcome, seconds: float) -> RequestRecord:
+    def _make_record(self, outcome: ChatOutcome, seconds: float) -> RequestRecord:
         failures = [sample for sample in outcome.samples if isinstance(sample, ChatFailure)]
         answers = [sample for sample in outcome.samples if isinstance(sample, ChatAnswer)]
         return RequestRecord(
@@ -806,9 +906,11 @@ def split_answer(sample: Sample, markers: Sequence[str] | None) -> Sample:
     markers : sequence of str or None
         See `ChatModel.Parameters.reasoning_markers`.
     """
-    if isinstance(sample, ChatFailure) or (markers is not None and not markers):
+    has_no_markers = markers is not None and not markers
+    if isinstance(sample, ChatFailure) or has_no_markers:
         return sample
     thought = thought_between(markers) or THOUGHT_MARKERS[0]
+    # A closing marker before any opening one ends a thought that the prompt opened.
     before_opening = sample.text.partition(thought.opening)[0]
     begins_in_thought = thought.closing in before_opening
     if not begins_in_thought and not sample.text.lstrip().startswith(thought.opening):
@@ -857,21 +959,25 @@ def with_retries(
     label: str,
 ) -> RetryingChatModel:
     """Add retries, rate limits, budget and cache to a model; see `open_chat_model`."""
-    run, shared = settings.run_directory, settings.service_cache
+    run = settings.run_directory
+    log_path = None if run is None else run.path / USAGE_FILE
     cache_path = None if run is None else run.path / CACHE_FILE
-    if shared is not None:
-        cache_path = Path(shared).expanduser()
+    if settings.service_cache is not None:
+        cache_path = Path(settings.service_cache).expanduser()
+    budget = Budget(
+        max_requests=settings.max_service_requests,
+        max_tokens=settings.max_service_tokens,
+        max_cost=settings.max_service_cost,
+    )
     return RetryingChatModel(
         model,
         limits,
         label=label,
         prices=prices,
-        usage_log=UsageLog.of(None if run is None else run.path / USAGE_FILE),
-        budget=Budget(
-            settings.max_service_requests, settings.max_service_tokens, settings.max_service_cost
-        ),
-        cache=None if cache_path is None else ResponseCache.of(cache_path),
-        is_cache_of_run=shared is None,
+        usage_log=UsageLog.open(log_path),
+        budget=budget,
+        cache=None if cache_path is None else ResponseCache.open(cache_path),
+        is_cache_of_run=settings.service_cache is None,
     )
 
 
@@ -882,4 +988,4 @@ def resume_usage(
     for name, model in services.items():
         model.account = f"{name}, {purpose}" if purpose else name
         if is_new:
-            model.usage_log.set_aside(model.account)
+            model.usage_log.archive(model.account)

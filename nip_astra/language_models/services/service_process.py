@@ -75,12 +75,14 @@ class ServiceProcess:
     def _wait_for_address(self, address_file: Path, seconds: float) -> str:
         deadline = time.monotonic() + seconds
         while not address_file.exists():
-            if not self.is_alive or time.monotonic() > deadline:
-                what = f"did not start within {seconds:.0f} s"
-                what = what if self.is_alive else f"its process {self._process.ending} at once"
-                last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+            is_alive = self.is_alive
+            if not is_alive or time.monotonic() > deadline:
+                reason = f"did not start within {seconds:.0f} s"
+                if not is_alive:
+                    reason = f"its process {self._process.ending} at once"
+                last_line = self.log().strip().rpartition("\n")[2]
                 raise ServiceError(
-                    f"cannot start a text service: {what}: {last or 'no output'}. "
+                    f"cannot start a text service: {reason}: {last_line or 'no output'}. "
                     "Start its models with nip-astra serve to see the cause."
                 )
             time.sleep(0.02)
@@ -113,12 +115,20 @@ class ServiceProcess:
         self.stop()
 
 
-def digest_of_files(place: str) -> str:
+def digest_files(model: str) -> str:
     """Return a short text that changes with the files of a model; empty for a hub id."""
-    path = Path(place)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
-    facts = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16] if facts else ""
+    path = Path(model)
+    if path.is_dir():
+        files = sorted(path.rglob("*"))
+    elif path.exists():
+        files = [path]
+    else:
+        files = []
+    if not files:
+        return ""
+    # Size and time of each file: weights of gigabytes are not read for it.
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 _SHARED: weakref.WeakValueDictionary[tuple[str, str, str], OwnService] = (
@@ -138,10 +148,11 @@ class OwnService:
     def shared(cls, name: str, weights: str, device: str) -> OwnService:
         """Return this process's service for a model."""
         key = (name, weights, device)
-        found = _SHARED.get(key)
-        if found is None:
-            found = _SHARED[key] = cls(*key)
-        return found
+        service = _SHARED.get(key)
+        if service is None:
+            service = cls(name, weights, device)
+            _SHARED[key] = service
+        return service
 
     @property
     def address(self) -> str | None:
@@ -156,10 +167,9 @@ class OwnService:
                 if self._process is not None:
                     logger.warning("the service of %r has ended and is started again", self.name)
                     self._process.stop()
+                settings = {"port": 0, "device": self.device}
                 try:
-                    self._process = ServiceProcess(
-                        {self.name: self.weights}, {"port": 0, "device": self.device}
-                    )
+                    self._process = ServiceProcess({self.name: self.weights}, settings)
                 except ServiceError as error:
                     raise ConfigurationError(
                         f"the chat model {self.name!r} has service: local, but {error}"
@@ -172,6 +182,7 @@ class OwnService:
     def stop(self) -> None:
         """Stop it; the next use starts it again."""
         with self._lock:
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
         if process is not None:
             process.stop()

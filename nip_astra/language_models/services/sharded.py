@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -39,6 +39,29 @@ from nip_astra.language_models.services.training import (
     accumulate,
     load_optimizer,
 )
+from nip_astra.rl_objectives.reductions import LossOutput
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a process tells the others about its part of a step.
+
+    Attributes
+    ----------
+    failure : str or None
+        Reason why it failed.
+    figures : dict[str, float]
+        Its share of the step's means.
+    has_gradient : list of bool
+        Whether each learned weight has a gradient.
+    tokens : dict[str, int]
+        Tokens that it computed, the fields of `TokenCount`.
+    """
+
+    failure: str | None
+    figures: dict[str, float]
+    has_gradient: list[bool]
+    tokens: dict[str, int]
 
 
 class DataParallelService(LocalTrainingService):
@@ -71,66 +94,88 @@ class DataParallelService(LocalTrainingService):
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples = sum(len(batch) for batch in batches)
         failure: NipAstraError | None = None
-        mine: dict[str, float] = {}
-        with self.model.counting() as spent:
+        own_figures: dict[str, float] = {}
+        with self.model.counting() as spent_tokens:
             try:
-                mine = self._part_of_step(batches, num_samples, loss)
+                own_figures = self._backward_own_rows(batches, num_samples, loss)
             except NipAstraError as error:
                 if self.waits_within_steps:
                     raise
                 # All processes wait for each other: a failure ends the step in all of them.
                 failure = error
-        part: dict[str, Any] = {
-            "failure": None if failure is None else str(failure),
-            "figures": mine,
-            "has_gradient": [weight.grad is not None for weight in self.learned],
-            "tokens": asdict(spent),
-        }
-        parts = self.team.all_gather(part)
+        own_report = StepReport(
+            failure=None if failure is None else str(failure),
+            figures=own_figures,
+            has_gradient=[weight.grad is not None for weight in self.learned],
+            tokens=asdict(spent_tokens),
+        )
+        # Processes exchange plain values only, without pickle.
+        reports = [StepReport(**fields) for fields in self.team.all_gather(asdict(own_report))]
         if failure is not None:
             raise failure
-        for rank, one in enumerate(parts):
-            if one["failure"] is not None:
-                raise NipAstraError(f"process {rank} failed at its step: {one['failure']}")
+        for rank, report in enumerate(reports):
+            if report.failure is not None:
+                raise NipAstraError(f"process {rank} failed at its step: {report.failure}")
+            # This process's own tokens are counted already.
             if rank != self.team.rank:
-                self.model.token_count.add(TokenCount(**one["tokens"]))
-        self._add_up_gradients([one["has_gradient"] for one in parts])
-        names = dict.fromkeys(name for one in parts for name in one["figures"])
-        return {name: sum(one["figures"].get(name, 0.0) for one in parts) for name in names}
+                self.model.token_count.add(TokenCount(**report.tokens))
+        self._sum_gradients([report.has_gradient for report in reports])
+        # Not every process has rows, and so figures.
+        sums: dict[str, float] = {}
+        for report in reports:
+            for name, figure in report.figures.items():
+                sums[name] = sums.get(name, 0) + figure
+        return sums
 
-    def _part_of_step(
+    def _backward_own_rows(
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
         """Compute the gradient of this process's rows, and their share of the step's means."""
-        batches = [batch for batch, num_rows in self._parts_of(batches) if num_rows]
-        if not batches:
+        own_batches = [batch for batch, num_rows in self._select_rows(batches) if num_rows > 0]
+        if not own_batches:
             return {}
-        share = sum(len(batch) for batch in batches) / num_samples
+        # The step's mean is over all rows, the local service's over those of this process.
+        share = sum(len(batch) for batch in own_batches) / num_samples
 
-        def scaled(batch: TensorDict) -> Any:
+        def scaled_loss(batch: TensorDict) -> LossOutput:
             output = loss(batch)
             return output._replace(loss=output.loss * share)
 
-        figures = super().forward_backward(batches, scaled)
-        return {"loss": figures.pop("loss")} | {n: value * share for n, value in figures.items()}
+        figures = super().forward_backward(own_batches, scaled_loss)
+        # The loss is scaled already.
+        for name in figures:
+            if name != "loss":
+                figures[name] *= share
+        return figures
 
-    def _parts_of(self, batches: Sequence[TensorDict]) -> Iterator[tuple[TensorDict, int]]:
+    def _select_rows(self, batches: Sequence[TensorDict]) -> Iterator[tuple[TensorDict, int]]:
         """Yield this process's part of a step's batches, each with its number of counting rows.
 
         Equally many in each process: one without rows of a batch gets a row that does not count.
         """
+        # Whole batches as far as each process gets as many; the rest is divided by rows.
         num_whole = len(batches) // self.team.size * self.team.size
         for number in self.team.shard_of(num_whole):
             yield batches[number], len(batches[number])
         for batch in batches[num_whole:]:
             rows = self.team.shard_of(len(batch))
-            yield (batch[rows.start : rows.stop], len(rows)) if rows else (batch[:1], 0)
+            if rows:
+                yield batch[rows.start : rows.stop], len(rows)
+            else:
+                yield batch[:1], 0
 
-    def _add_up_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
-        """Sum gradients over processes; a weight without any keeps none."""
+    def _sum_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
+        """Sum gradients over processes; a weight without any keeps none.
+
+        Parameters
+        ----------
+        has_gradient : Sequence[Sequence[bool]]
+            For each process, whether each learned weight has a gradient there.
+        """
         gradients: list[Tensor] = []
-        for weight, *has in zip(self.learned, *has_gradient, strict=True):
-            if any(has):
+        for weight, *has_gradient_by_rank in zip(self.learned, *has_gradient, strict=True):
+            # The reduction needs as many tensors in each process.
+            if any(has_gradient_by_rank):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
                 gradients.append(weight.grad)
@@ -160,30 +205,33 @@ class ShardedService(DataParallelService):
 
     def __init__(self, local: LocalTrainingService, team: Team) -> None:
         super().__init__(local, team)
-        learner = learner_of(local.model)
+        learner = find_learner(local.model)
         assert learner is not None
         self.learner = learner
-        whole = list(self.learner.parameters())
+        full_weights = list(self.learner.parameters())
+        # The leader's whole model stays as it is: it samples with it.
         module = copy.deepcopy(self.learner.module) if team.is_leader else self.learner.module
         self.reader = RowReader(
             module.get_base_model() if has_adapter(module) else module,
             self.learner.dtype,
             recomputes_layers=self.learner.recomputes_layers,
         )
-        divide(self.reader, team, self.learner)
+        shard_layers(self.reader, team, self.learner)
         self._module = module
-        self._parts = [weight for weight in module.parameters() if weight.requires_grad]
-        self._whole = whole if team.is_leader else None
+        self._shards = [weight for weight in module.parameters() if weight.requires_grad]
+        self._full_weights = full_weights if team.is_leader else None
         self._is_gathered = True
-        part_of = dict(zip(whole, self._parts, strict=True))
+        # The optimizer was built on the whole weights.
+        shard_by_weight = dict(zip(full_weights, self._shards, strict=True))
         for group in self.optimizer.param_groups:
-            group["params"] = [part_of.get(weight, weight) for weight in group["params"]]
-        self._beside = [weight for weight in self.learned if weight not in part_of]
-        self.learned = [*self._parts, *self._beside]
+            group["params"] = [shard_by_weight.get(weight, weight) for weight in group["params"]]
+        # Those of further modules, such as a value head.
+        self._unsharded = [weight for weight in self.learned if weight not in shard_by_weight]
+        self.learned = [*self._shards, *self._unsharded]
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handlers of the leader's requests."""
-        return {_SAVE: lambda directory: self._save_parts(Path(directory))}
+        return {_SAVE: self._save_shards}
 
     # ---- learning
 
@@ -194,19 +242,18 @@ class ShardedService(DataParallelService):
         ):
             return super().forward_backward(batches, loss)
 
-    def _part_of_step(
+    def _backward_own_rows(
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
         # A pass waits for all processes, so rows that do not count are computed too.
-        parts = self._parts_of(batches)
-        return accumulate(((batch, rows / num_samples) for batch, rows in parts), loss)
+        selected = self._select_rows(batches)
+        return accumulate(((batch, num_rows / num_samples) for batch, num_rows in selected), loss)
 
-    def _add_up_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
-        # Gradients of the parts are summed in the backward pass of each layer.
-        num_parts = len(self._parts)
-        super()._add_up_gradients(
-            [[False] * num_parts + [*one[num_parts:]] for one in has_gradient]
-        )
+    def _sum_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
+        # Gradients of the shards are summed in the backward pass of each layer.
+        num_shards = len(self._shards)
+        no_shards = [False] * num_shards
+        super()._sum_gradients([[*no_shards, *of_rank[num_shards:]] for of_rank in has_gradient])
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
         figures = super().optim_step(lr=lr, max_grad_norm=max_grad_norm)
@@ -214,15 +261,16 @@ class ShardedService(DataParallelService):
         return figures
 
     def _clip(self, max_grad_norm: float | None) -> float:
-        parts = [local_tensor(one.grad) for one in self._parts if one.grad is not None]
-        square = sum_of_squares(parts)
+        # Each process has other elements of the shards, but the same of the unsharded weights.
+        sharded = _local_gradients(self._shards)
+        square = sum_of_squares(sharded)
         self.team.all_reduce([square])
-        beside = [one.grad for one in self._beside if one.grad is not None]
-        norm = math.sqrt(float(square + sum_of_squares(beside)))
+        unsharded = _local_gradients(self._unsharded)
+        norm = math.sqrt(float(square + sum_of_squares(unsharded)))
         if max_grad_norm is not None and math.isfinite(norm):
             # As in torch.nn.utils.clip_grad_norm_.
-            gradients = [local_tensor(one.grad) for one in self.learned if one.grad is not None]
-            torch._foreach_mul_(gradients, min(1.0, max_grad_norm / (norm + 1e-6)))
+            factor = min(1.0, max_grad_norm / (norm + 1e-6))
+            torch._foreach_mul_([*sharded, *unsharded], factor)
         return norm
 
     # ---- the leader's own model
@@ -232,11 +280,12 @@ class ShardedService(DataParallelService):
         """Update the leader's full model; a collective call."""
         if self._is_gathered:
             return
-        for number, part in enumerate(self._parts):
+        # One after the other: a process without the whole model holds one whole weight at a time.
+        for number, sharded_weight in enumerate(self._shards):
             with lost_process_errors(self.team, only_if=LOST):
-                weight = full_tensor(part)
-            if self._whole is not None:
-                self._whole[number].copy_(weight)
+                weight = full_tensor(sharded_weight)
+            if self._full_weights is not None:
+                self._full_weights[number].copy_(weight)
         self._is_gathered = True
 
     def save_weights_for_sampler(self, directory: Path) -> None:
@@ -250,14 +299,14 @@ class ShardedService(DataParallelService):
         """Let each process write its shard; called by the leader while it may send requests."""
         assert self.team.can_request
         self.team.request(_SAVE, [str(directory)] * self.team.size)
-        _, state = split_optimizer(self.optimizer)
-        save_state(
-            directory / OPTIMIZER, {"modules": dict(self.modules.state_dict()), "optimizer": state}
-        )
+        state = split_optimizer(self.optimizer).unsharded
+        content = {"modules": dict(self.modules.state_dict()), "optimizer": state}
+        save_state(directory / OPTIMIZER, content)
         self.learner.save_description(directory / self.role)
 
-    def _save_parts(self, directory: Path) -> None:
-        tensors, _ = split_optimizer(self.optimizer)
+    def _save_shards(self, folder: str) -> None:
+        directory = Path(folder)
+        tensors = split_optimizer(self.optimizer).sharded
         with lost_process_errors(self.team, only_if=LOST):
             save_shards(directory / self.role / SHARDS, learned_weights(self._module))
             save_shards(directory / OPTIMIZER_SHARDS, tensors)
@@ -272,50 +321,71 @@ class ShardedService(DataParallelService):
     @torch.no_grad()
     def _load_weights(self, folder: Path) -> None:
         """Load this process's shard of weights saved with or without sharding."""
-        parts = learned_weights(self._module)
+        weights = learned_weights(self._module)
         if (folder / SHARDS).is_dir():
-            load_shards(folder / SHARDS, parts)
+            load_shards(folder / SHARDS, weights)
             return
         saved = saved_weights(folder, is_adapter=has_adapter(self._module))
-        for name, part in parts.items():
-            if name not in saved or saved[name].shape != part.shape:
+        for name, weight in weights.items():
+            if name not in saved or saved[name].shape != weight.shape:
                 raise CheckpointError(
                     f"{folder} is of another model: {name} does not fit. Resume with the "
                     "parameters that wrote it."
                 )
-            local_tensor(part).copy_(local_tensor(shard(saved[name], part)))
+            local_tensor(weight).copy_(local_tensor(shard(saved[name], weight)))
 
 
-def learner_of(model: object) -> HuggingFaceLanguageModel | None:
+def _local_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [local_tensor(weight.grad) for weight in weights if weight.grad is not None]
+
+
+def find_learner(model: object) -> HuggingFaceLanguageModel | None:
     """Return the model with a policy's weights: its scorer, if an engine samples, else itself."""
     learner = getattr(model, "scorer", model)
     return learner if isinstance(learner, HuggingFaceLanguageModel) else None
 
 
-def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> None:
+def shard_layers(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> None:
     """Shard a reader's weights over a team, layer by layer."""
-    options: dict[str, Any] = {"mesh": team.mesh(model.device)}
-    mixed = options
+    mesh = team.mesh(model.device)
+    layer_options: dict[str, Any] = {}
     if model.dtype != next(reader.parameters()).dtype:
         # Layers are sent rounded; their inputs are left to autocast, as in one process.
-        policy = MixedPrecisionPolicy(model.dtype, torch.float32, cast_forward_inputs=False)
-        mixed = options | {"mp_policy": policy}
+        layer_options["mp_policy"] = MixedPrecisionPolicy(
+            model.dtype, torch.float32, cast_forward_inputs=False
+        )
     for layer in find_layers(reader):
-        fully_shard(layer, **mixed)
-    fully_shard(reader, **options)
+        fully_shard(layer, mesh=mesh, **layer_options)
+    # After its layers: it takes the weights that are left, embeddings and head, unrounded.
+    fully_shard(reader, mesh=mesh)
     sum_gradients(reader)
 
 
-def split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split an optimizer's state into sharded tensors, by weight and name, and the rest."""
+class OptimizerState(NamedTuple):
+    """An optimizer's state, of which each process has a part.
+
+    Attributes
+    ----------
+    sharded : dict[str, Tensor]
+        Sharded tensors, by weight number and name: "3.exp_avg".
+    unsharded : dict[str, Any]
+        The rest, in the form of `Optimizer.state_dict`.
+    """
+
+    sharded: dict[str, Tensor]
+    unsharded: dict[str, Any]
+
+
+def split_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Split an optimizer's state into sharded tensors and the rest."""
     state = optimizer.state_dict()
-    divided: dict[str, Tensor] = {}
-    rest: dict[int, dict[str, Any]] = {}
-    for number, values in state["state"].items():
-        rest[number] = {}
-        for name, value in values.items():
-            if isinstance(value, DTensor):
-                divided[f"{number}.{name}"] = value
+    sharded: dict[str, Tensor] = {}
+    unsharded: dict[int, dict[str, Any]] = {}
+    for number, weight_state in state["state"].items():
+        unsharded[number] = {}
+        for name, content in weight_state.items():
+            if isinstance(content, DTensor):
+                sharded[f"{number}.{name}"] = content
             else:
-                rest[number][name] = value
-    return divided, {"state": rest, "param_groups": state["param_groups"]}
+                unsharded[number][name] = content
+    return OptimizerState(sharded, {"state": unsharded, "param_groups": state["param_groups"]})

@@ -86,29 +86,30 @@ class TinkerTrainingService(TrainingService):
 
     def __init__(self, request: TrainingServiceRequest) -> None:
         self._tinker = import_extra("tinker", "Tinker's protocol", "tinker")
-        policy, options, optimizer = request.policy, request.parameters, request.training.optimizer
-        self.policy, self.options = policy, options
+        self.policy = request.policy
+        self.options = request.parameters
         self.weight_decay = request.training.weight_decay
-        self._leaves = LogprobLeaves(policy)
+        self._leaves = LogprobLeaves(self.policy)
         self._sampling: Any = None
-        shape = tinker_shape(policy)
+        shape = find_adapter_shape(self.policy)
         model = request.remote_model()
+        optimizer = request.training.optimizer
         if optimizer != "adamw":
             raise ConfigurationError(
                 f"Tinker's protocol has no optimizer {optimizer!r}. Set training.optimizer to "
                 "adamw."
             )
+        # The SDK sends no usage data, unless the user wants it to.
         os.environ.setdefault("TINKER_TELEMETRY", "0")
-        key = read_key(options.token_variable, "train_service.token_variable")
-        if key is None and not read_variable("TINKER_API_KEY"):
-            key = DEFAULT_KEY
+        self._key = read_key(self.options.token_variable, "train_service.token_variable")
+        if self._key is None and not read_variable("TINKER_API_KEY"):
+            self._key = DEFAULT_KEY
         self._await_service()
-        self._key = key
         self._open_session()
+        # The protocol takes integers of 64 bits, with a sign.
+        seed = request.seed % (1 << 62)
         self._training = self._await(
-            lambda: self._client.create_lora_training_client(
-                model, seed=request.seed % (1 << 62), **shape
-            )
+            lambda: self._client.create_lora_training_client(model, seed=seed, **shape)
         )
 
     @classmethod
@@ -129,11 +130,11 @@ class TinkerTrainingService(TrainingService):
 
         def send(rows: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
             # The service adds the gradient of -weights * logprobs.
-            data.extend(self._data(rows, -gradient_BT))
+            data.extend(self._make_data(rows, -gradient_BT))
 
-        found = self._leaves.mean_loss(batches, loss, send)
+        figures = self._leaves.mean_loss(batches, loss, send)
         self._await(lambda: self._training.forward_backward(data, "cross_entropy"))
-        return found
+        return figures
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
         check_step(lr, max_grad_norm)
@@ -146,51 +147,58 @@ class TinkerTrainingService(TrainingService):
             weight_decay=self.weight_decay,
             grad_clip_norm=max_grad_norm or 0.0,
         )
+        # It samples from the weights before the step.
         self._sampling = None
         try:
-            found = self._await(lambda: self._training.optim_step(params))
+            output = self._await(lambda: self._training.optim_step(params))
         except ServiceRequestError as error:
+            # A local server refuses such a step; the protocol has no field for it.
             if "not finite" in str(error):
                 return OptimizerFigures(float("nan"), was_taken=False)
             raise
-        metrics = found.metrics or {}
+        metrics = output.metrics or {}
         # Tinker's own service does not report it.
-        return OptimizerFigures(metrics.get("grad_norm:mean", float("nan")), was_taken=True)
+        grad_norm = metrics.get("grad_norm:mean", float("nan"))
+        return OptimizerFigures(grad_norm, was_taken=True)
 
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
-        _, _, ids_BT, mask_BT = on_cpu = tuple(one.cpu() for one in rows)
+        ids_BT = ids_BT.cpu()
+        mask_BT = mask_BT.cpu()
+        rows = (context_BC.cpu(), context_mask_BC.cpu(), ids_BT, mask_BT)
         logprobs_BT = torch.zeros(ids_BT.shape)
         if bool(mask_BT.any()):
-            data = self._data(on_cpu, torch.zeros(ids_BT.shape))
+            no_weights_BT = torch.zeros(ids_BT.shape)
+            data = self._make_data(rows, no_weights_BT)
             output = self._await(lambda: self._training.forward(data, "cross_entropy"))
-            places = mask_BT.any(dim=1).nonzero().squeeze(1).tolist()
-            for row, one in zip(places, output.loss_fn_outputs, strict=True):
+            # Rows without tokens are not sent.
+            sent_rows = mask_BT.any(dim=1).nonzero().squeeze(1).tolist()
+            for row, datum_output in zip(sent_rows, output.loss_fn_outputs, strict=True):
                 length = int(mask_BT[row].sum())
-                logprobs_BT[row, :length] = one["logprobs"].to_torch().float()[-length:]
-        return self._leaves.leaf(on_cpu, logprobs_BT)
+                # The first ones are those of the context.
+                logprobs_T = datum_output["logprobs"].to_torch().float()[-length:]
+                logprobs_BT[row, :length] = logprobs_T
+        return self._leaves.leaf(rows, logprobs_BT)
 
-    def _data(self, rows: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
+    def _make_data(self, rows: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
         """Convert rows with tokens to score to the SDK's format."""
         data = []
-        for context, context_mask, ids, mask, weights in zip(*rows, weights_BT, strict=True):
-            answer = ids[mask]
+        for context_C, context_mask_C, ids_T, mask_T, weights_T in zip(
+            *rows, weights_BT, strict=True
+        ):
+            answer = ids_T[mask_T]
             if len(answer) == 0:
                 continue
-            tokens = torch.cat([context[context_mask], answer])
-            before = torch.zeros(len(tokens) - 1 - len(answer))
+            tokens = torch.cat([context_C[context_mask_C], answer])
+            # The context is read only: weight 0.
+            context_weights = torch.zeros(len(tokens) - 1 - len(answer))
             inputs = {
                 "target_tokens": tokens[1:],
-                "weights": torch.cat([before, weights[mask].float()]),
+                "weights": torch.cat([context_weights, weights_T[mask_T].float()]),
             }
-            data.append(
-                self._tinker.Datum(
-                    model_input=self._tinker.ModelInput.from_ints(tokens[:-1].tolist()),
-                    loss_fn_inputs=inputs,
-                )
-            )
+            model_input = self._tinker.ModelInput.from_ints(tokens[:-1].tolist())
+            data.append(self._tinker.Datum(model_input=model_input, loss_fn_inputs=inputs))
         return data
 
     # ---- sampling
@@ -209,37 +217,44 @@ class TinkerTrainingService(TrainingService):
             )
         if self._sampling is None:
             self._sampling = self._await(self._training.save_weights_and_get_sampling_client)
-        ends = sorted({*self.policy.end_ids, *options.end_ids})
+        end_ids = sorted({*self.policy.end_ids, *options.end_ids})
+        # All requests first, so that the service answers them in one batch.
         futures = []
-        for place, context in enumerate(contexts):
-            first = uniforms_BT[place * rows_per_context].double()
+        for number, context in enumerate(contexts):
+            uniforms_T = uniforms_BT[number * rows_per_context].double()
+            # The protocol takes a seed per request. The mean of several uniform numbers has more
+            # bits than one, so that seeds rarely coincide.
+            seed = int((uniforms_T[:4].sum() / 4) * (1 << 53)) % (1 << 53)
             params = self._tinker.SamplingParams(
                 max_tokens=options.max_new_tokens,
-                # Each uniform number adds bits, so that seeds rarely coincide.
-                seed=int((first[:4].sum() / 4) * (1 << 53)) % (1 << 53),
-                stop=ends,
+                seed=seed,
+                stop=end_ids,
                 temperature=options.temperature,
                 top_k=-1 if options.top_k is None else options.top_k,
                 top_p=options.top_p,
             )
             prompt = self._tinker.ModelInput.from_ints(list(context))
             futures.append(self._call(self._sampling.sample, prompt, rows_per_context, params))
-        answers = [self._result(one) for one in futures]
-        return self._generation([one for answer in answers for one in answer.sequences], options)
+        sequences: list[Any] = []
+        for future in futures:
+            sequences += self._result(future).sequences
+        return self._make_generation(sequences, options.max_new_tokens)
 
-    def _generation(self, sequences: Sequence[Any], options: SamplingOptions) -> Generation:
-        width = options.max_new_tokens
-        ids = [torch.tensor(list(one.tokens), dtype=torch.long) for one in sequences]
-        logprobs = [torch.tensor(list(one.logprobs), dtype=torch.float32) for one in sequences]
-        lengths = torch.tensor([len(one) for one in ids])
+    def _make_generation(self, sequences: Sequence[Any], width: int) -> Generation:
+        """Return the SDK's sequences as tensors of `width` positions."""
+        ids = [torch.tensor(list(sequence.tokens), dtype=torch.long) for sequence in sequences]
+        logprobs = [
+            torch.tensor(list(sequence.logprobs), dtype=torch.float32) for sequence in sequences
+        ]
+        lengths = torch.tensor([len(row) for row in ids])
         self.policy.token_count.generated += int(lengths.sum())
 
-        def padded(rows: list[Tensor]) -> Tensor:
-            found = pad_sequence(rows, batch_first=True)
-            return torch.nn.functional.pad(found, (0, width - found.shape[1]))
+        def pad(rows: list[Tensor]) -> Tensor:
+            rows_BT = pad_sequence(rows, batch_first=True)
+            return torch.nn.functional.pad(rows_BT, (0, width - rows_BT.shape[1]))
 
         mask_BT = torch.arange(width) < lengths[:, None]
-        return Generation(padded(ids), mask_BT, padded(logprobs))
+        return Generation(pad(ids), mask_BT, pad(logprobs))
 
     # ---- saving
 
@@ -275,24 +290,31 @@ class TinkerTrainingService(TrainingService):
         """Return the result of a request, waiting while the service is alive."""
         while True:
             try:
-                return self._call(future.result, self.options.patience_seconds)
+                return self._call(future.result, self.options.retry_timeout_seconds)
             except ServiceUnreachableError as error:
+                # A service that answers but has no result yet is at work.
                 url = str(self._client.holder._base_url)
-                if not isinstance(error.__cause__, TimeoutError) or _fault_of(url) is not None:
+                is_timeout = isinstance(error.__cause__, TimeoutError)
+                if not is_timeout or _check_health(url) is not None:
                     raise
 
     def _await_service(self) -> None:
-        """Wait at most `patience_seconds` for the service; the SDK would retry for minutes."""
+        """Wait at most `retry_timeout_seconds` for the service; the SDK would retry for minutes."""
         url = self.options.base_url or read_variable(ADDRESS_VARIABLE)
-        if url:
-            check_address(url, "the training service")
-        deadline = time.monotonic() + self.options.patience_seconds
+        if not url:
+            # Tinker's own service.
+            return
+        check_address(url, "the training service")
+        deadline = time.monotonic() + self.options.retry_timeout_seconds
         with waiting_for(f"the training service {url}, which does not answer"):
-            while url and (fault := _fault_of(url)) is not None:
+            while True:
+                fault = _check_health(url)
+                if fault is None:
+                    return
                 if time.monotonic() + SECONDS_BETWEEN_CHECKS > deadline:
                     raise ServiceUnreachableError(
                         f"the training service {url} does not answer: {fault} (tried for "
-                        f"{self.options.patience_seconds:.3g} s). Start it, or correct "
+                        f"{self.options.retry_timeout_seconds:.3g} s). Start it, or correct "
                         "train_service.base_url."
                     )
                 time.sleep(SECONDS_BETWEEN_CHECKS)
@@ -309,15 +331,16 @@ class TinkerTrainingService(TrainingService):
                 "checkpoint with: nip-astra resume RUN."
             ) from error
         except sdk.TinkerError as error:
-            raise self._error(error)(f"the service refused a request: {error}") from error
+            error_class = self._find_error_class(error)
+            raise error_class(f"the service refused a request: {error}") from error
         except (ValueError, RuntimeError) as error:
             raise ServiceError(f"Tinker's SDK abandoned a request: {error}") from error
 
-    def _error(self, error: Exception) -> type[ServiceError]:
+    def _find_error_class(self, error: Exception) -> type[ServiceError]:
         sdk = self._tinker
-        for text, kind in ERROR_KINDS.items():
+        for text, error_class in ERROR_KINDS.items():
             if text in str(error):
-                return kind
+                return error_class
         if isinstance(error, sdk.NotFoundError):
             return ServiceModelError
         if isinstance(error, sdk.RateLimitError):
@@ -327,60 +350,84 @@ class TinkerTrainingService(TrainingService):
         return ServiceError
 
 
-def tinker_shape(policy: LanguageModel) -> dict[str, Any]:
+PARTS = ("train_attn", "train_mlp", "train_unembed")
+"""Parts of a model that Tinker's protocol adapts as a whole, by the names of its fields."""
+
+
+def find_part(name: str, layer: torch.nn.Module, head: torch.nn.Module | None) -> str:
+    """Return the part, of `PARTS`, to which a linear layer belongs."""
+    if layer is head:
+        return "train_unembed"
+    # transformers' models call them self_attn, attn or attention.
+    is_attention = "attn" in name or "attention" in name
+    return "train_attn" if is_attention else "train_mlp"
+
+
+def find_adapter_shape(policy: LanguageModel) -> dict[str, Any]:
     """Return size and target layers of a policy's adapter, in the terms of Tinker's protocol."""
-    is_remote = isinstance(policy, RemoteLanguageModel)
-    config: Any = getattr(policy, "lora", None) if is_remote else adapter_config(policy)
-    alpha = None if config is None else config.alpha if is_remote else config.lora_alpha
-    if alpha != LORA_ALPHA:
-        raise ConfigurationError(
-            f"Tinker's protocol trains adapters of lora.alpha {LORA_ALPHA:g}; the policy has "
-            f"{'none' if alpha is None else f'lora.alpha {alpha:g}'}. Set its language_model.lora "
-            f"to {{rank: 32, alpha: {LORA_ALPHA:g}}}."
-        )
-    if is_remote:
-        if config.target_modules != "all-linear":
-            raise ConfigurationError(
-                f"the adapter's layers {config.target_modules} are unknown here. Set "
-                "lora.target_modules to all-linear."
-            )
-        parts_of_all = {"train_attn": True, "train_mlp": True, "train_unembed": False}
-        return {"rank": config.rank, **parts_of_all}
+    if isinstance(policy, RemoteLanguageModel):
+        return _find_remote_shape(policy)
+    config = adapter_config(policy)
+    _check_alpha(None if config is None else config.lora_alpha)
     module: Any = getattr(policy, "module", None)
-    head = module.get_base_model().get_output_embeddings()
-    parts: dict[str, set[bool]] = {"train_attn": set(), "train_mlp": set(), "train_unembed": set()}
-    for name, layer in module.get_base_model().named_modules():
+    model = module.get_base_model()
+    head = model.get_output_embeddings()
+    is_adapted_by_part: dict[str, set[bool]] = {part: set() for part in PARTS}
+    for name, layer in model.named_modules():
         is_adapted = hasattr(layer, "lora_A")
-        if not (is_adapted or isinstance(layer, torch.nn.Linear)) or "lora_" in name:
-            continue
-        if name.endswith("base_layer"):
-            continue
-        is_attention = "attn" in name or "attention" in name
-        part = "train_attn" if is_attention else "train_mlp"
-        parts["train_unembed" if layer is head else part].add(is_adapted)
-    mixed = [part for part, found in parts.items() if len(found) > 1]
-    if mixed:
+        is_linear = is_adapted or isinstance(layer, torch.nn.Linear)
+        # PEFT wraps a layer, and holds it and the adapter's own linear layers within.
+        is_within_adapted = "lora_" in name or name.endswith("base_layer")
+        if is_linear and not is_within_adapted:
+            is_adapted_by_part[find_part(name, layer, head)].add(is_adapted)
+    mixed_parts = [part for part, values in is_adapted_by_part.items() if len(values) > 1]
+    if mixed_parts:
         raise ConfigurationError(
             "Tinker's protocol adapts all attention, all MLPs or the head; the adapter covers only "
-            f"some layers of {', '.join(mixed)}. Set lora.target_modules to all-linear."
+            f"some layers of {', '.join(mixed_parts)}. Set lora.target_modules to all-linear."
         )
-    return {"rank": config.r, **{part: True in found for part, found in parts.items()}}
+    adapted_parts = {part: True in is_adapted for part, is_adapted in is_adapted_by_part.items()}
+    return {"rank": config.r, **adapted_parts}
 
 
-def _fault_of(url: str) -> str | None:
+def _find_remote_shape(policy: RemoteLanguageModel) -> dict[str, Any]:
+    lora = policy.lora
+    _check_alpha(None if lora is None else lora.alpha)
+    assert lora is not None, "it has an alpha"
+    if lora.target_modules != "all-linear":
+        raise ConfigurationError(
+            f"the adapter's layers {lora.target_modules} are unknown here. Set "
+            "lora.target_modules to all-linear."
+        )
+    # PEFT's "all-linear" leaves out the output head.
+    return {"rank": lora.rank, "train_attn": True, "train_mlp": True, "train_unembed": False}
+
+
+def _check_alpha(alpha: float | None) -> None:
+    if alpha == LORA_ALPHA:
+        return
+    actual_alpha = "none" if alpha is None else f"lora.alpha {alpha:g}"
+    raise ConfigurationError(
+        f"Tinker's protocol trains adapters of lora.alpha {LORA_ALPHA:g}; the policy has "
+        f"{actual_alpha}. Set its language_model.lora to {{rank: 32, alpha: {LORA_ALPHA:g}}}."
+    )
+
+
+def _check_health(url: str) -> str | None:
     """Return why a service does not answer; None if it does."""
     import httpx
 
-    async def status_of() -> int:
+    async def request_status() -> int:
         async with (
+            # httpx's time limit is for each read, and a service may send a byte now and then.
             asyncio.timeout(SECONDS_OF_A_CHECK),
             httpx.AsyncClient() as client,
-            client.stream("GET", f"{url.rstrip('/')}/api/v1/healthz") as answer,
+            client.stream("GET", f"{url.rstrip('/')}/api/v1/healthz") as response,
         ):
-            return answer.status_code
+            return response.status_code
 
     try:
-        status = run_sync(status_of())
+        status = run_sync(request_status())
     except TimeoutError:
         return f"no answer in {SECONDS_OF_A_CHECK:g} s"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -392,10 +439,10 @@ def _finish(client: Any) -> None:
     """End a client's session, and its reporting thread."""
     # Whatever fails here, the run has ended.
     with suppress(Exception):
-        closed = client.close("success").future()
-        wait([closed], SECONDS_TO_FINISH)
+        closing = client.close("success").future()
+        wait([closing], SECONDS_TO_FINISH)
         # The SDK would repeat requests to a dead service for minutes.
-        closed.cancel()
+        closing.cancel()
 
 
 def _write_address(directory: Path, path: str) -> None:

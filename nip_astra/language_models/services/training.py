@@ -98,7 +98,9 @@ class TrainServiceParameters(SubParameters):
     """Name of the policy's model at the service; null for the path in the policy's parameters."""
     token_variable: Annotated[str | None, where_not("backend", "local")] = None
     """Environment variable with the service's token; null for none."""
-    patience_seconds: Annotated[float, where_not("backend", "local")] = Field(default=60.0, ge=0)
+    retry_timeout_seconds: Annotated[float, where_not("backend", "local")] = Field(
+        default=60.0, ge=0
+    )
     """Seconds for which requests are retried if a service does not answer or is full."""
     operation_timeout: Annotated[float, where_not("backend", "local", "tinker")] = Field(
         default=3600.0, gt=0
@@ -368,9 +370,8 @@ class LocalTrainingService(TrainingService):
 
     def _clip(self, max_grad_norm: float | None) -> float:
         """Clip the gradient norm; return the norm before."""
-        norm = torch.nn.utils.get_total_norm(
-            [one.grad for one in self.learned if one.grad is not None]
-        )
+        gradients = [weight.grad for weight in self.learned if weight.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         # clip_grad_norm_ would multiply small gradients, too, by 1.
         if max_grad_norm is not None and bool(norm + 1e-6 > max_grad_norm):
             torch.nn.utils.clip_grads_with_norm_(self.learned, max_grad_norm, norm)
@@ -430,32 +431,47 @@ def accumulate(
     """Backpropagate the loss of each batch times its share; return the sums of all metrics."""
     sums: dict[str, Tensor] = {}
     for batch, share in batches:
-        value, metrics = loss(batch)
-        backward(value * share)
-        for name, figure in {"loss": value, **metrics}.items():
-            added = share * figure.detach().double()
-            sums[name] = sums[name] + added if name in sums else added
+        batch_loss, metrics = loss(batch)
+        # At once, so that the graph of one batch is in memory at a time.
+        backward(batch_loss * share)
+        for name, metric in {"loss": batch_loss, **metrics}.items():
+            weighted = share * metric.detach().double()
+            sums[name] = sums[name] + weighted if name in sums else weighted
     # One transfer from the device for all of them.
-    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+    totals: list[float] = torch.stack(list(sums.values())).tolist()
+    return dict(zip(sums, totals, strict=True))
 
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     shards: Path,
-    place: Callable[[Tensor, Tensor], Tensor] = lambda whole, like: whole,
+    distribute: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """Load an optimizer's state: `shards` holds sharded tensors, `place` shards full ones."""
+    """Load an optimizer's state, saved with or without sharding.
+
+    Parameters
+    ----------
+    state : dict
+        That of `Optimizer.state_dict`, without the tensors in `shards`.
+    shards : Path
+        Folder with the sharded tensors; it need not exist.
+    distribute : Callable, optional
+        `(tensor, weight) -> tensor`: takes this process's shard of a full tensor, as of the weight.
+        Without it, tensors stay whole.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    found = {
-        number: {
-            name: place(value, weights[number]) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        for number, values in state["state"].items()
-    }
+    # torch keeps the state of a weight, such as Adam's moments, by the weight's number.
+    weight_states: dict[int, dict[str, Any]] = {}
+    for number, saved_state in state["state"].items():
+        weight_state = {}
+        for name, saved in saved_state.items():
+            if distribute is not None and isinstance(saved, Tensor):
+                saved = distribute(saved, weights[number])
+            weight_state[name] = saved
+        weight_states[number] = weight_state
     if shards.is_dir():
-        into: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
         for name in sizes_in(shards):
             number, _, key = name.partition(".")
             if not number.isdecimal() or int(number) >= len(weights):
@@ -463,10 +479,10 @@ def load_optimizer(
                     f"{shards} is of another optimizer: it has {name}, here are {len(weights)} "
                     "weights. Resume with the parameters that wrote it."
                 )
-            into[name] = torch.zeros_like(weights[int(number)], requires_grad=False)
-            found.setdefault(int(number), {})[key] = into[name]
-        load_shards(shards, into)
-    optimizer.load_state_dict({"state": found, "param_groups": state["param_groups"]})
+            targets[name] = torch.zeros_like(weights[int(number)], requires_grad=False)
+            weight_states.setdefault(int(number), {})[key] = targets[name]
+        load_shards(shards, targets)
+    optimizer.load_state_dict({"state": weight_states, "param_groups": state["param_groups"]})
 
 
 # ---- remote services
@@ -511,24 +527,29 @@ class LogprobLeaves:
         """
 
         def with_leaves(batch: TensorDict) -> LossOutput:
-            self._leaves, self._is_open = [], True
+            self._leaves = []
+            self._is_open = True
             return loss(batch)
 
-        def backward(value: Tensor) -> None:
-            if value.requires_grad:
-                torch.autograd.backward(value)
-            for rows, gradient_BT in self._gradients():
+        def backward(share_of_loss: Tensor) -> None:
+            # A loss without a gradient is reported by `_take_gradients`.
+            if share_of_loss.requires_grad:
+                torch.autograd.backward(share_of_loss)
+            for rows, gradient_BT in self._take_gradients():
                 send(rows, gradient_BT)
 
         num_samples = sum(len(batch) for batch in batches)
         shares = ((batch, len(batch) / num_samples) for batch in batches)
         return accumulate(shares, with_leaves, backward)
 
-    def _gradients(self) -> list[tuple[Rows, Tensor]]:
-        leaves, self._leaves, self._is_open = self._leaves, [], False
-        if any(one.grad is not None for one in self.policy.parameters()):
-            for one in self.policy.parameters():
-                one.grad = None
+    def _take_gradients(self) -> list[tuple[Rows, Tensor]]:
+        """Return the gradient of each leaf; raise if the loss has others, or none."""
+        leaves = self._leaves
+        self._leaves = []
+        self._is_open = False
+        if any(weight.grad is not None for weight in self.policy.parameters()):
+            for weight in self.policy.parameters():
+                weight.grad = None
             raise ServiceRequestError(
                 "the loss differentiates the model in this process, for instance its entropies or "
                 "hidden states, which services do not return. Use service.logprobs only, or "
@@ -536,6 +557,7 @@ class LogprobLeaves:
             )
         gradients = [(rows, leaf.grad) for rows, leaf in leaves if leaf.grad is not None]
         if not gradients:
+            # Without any, the service would take a step with no data.
             raise ServiceRequestError(
                 "the loss depends on no log-probability of the training service. Take them from "
                 "service.logprobs or policy_logprobs."

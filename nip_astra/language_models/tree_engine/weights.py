@@ -134,7 +134,13 @@ def live_weights(module: Any, dtype: torch.dtype, *, use_adapter: bool) -> Weigh
 
     def join(*linears: Any) -> LinearMap:
         matrices = _live_matrices(linears, dtype)
-        adapters = [_live_adapters(linear) if use_adapter else [] for linear in linears]
+        adapters: list[list[Adapter]] = []
+        for linear in linears:
+            linear_adapters = []
+            for name in _active_adapters(linear) if use_adapter else ():
+                down, up = linear.lora_A[name].weight, linear.lora_B[name].weight
+                linear_adapters.append(Adapter(down, up, linear.scaling[name]))
+            adapters.append(linear_adapters)
         if any(adapters):
             return adapted_linear(matrices, adapters)
         return lambda x_NI: _multiply_all(x_NI, matrices)
@@ -207,14 +213,6 @@ def _live_matrices(linears: Sequence[Any], dtype: torch.dtype) -> list[Matrix]:
         Matrix((weight,), bias, _multiply_dense)
         for weight, bias in zip(weights, biases, strict=True)
     ]
-
-
-def _live_adapters(linear: Any) -> list[Adapter]:
-    adapters = []
-    for name in _active_adapters(linear):
-        down, up = linear.lora_A[name].weight, linear.lora_B[name].weight
-        adapters.append(Adapter(down, up, linear.scaling[name]))
-    return adapters
 
 
 class WeightSnapshot:

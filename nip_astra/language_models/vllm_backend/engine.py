@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nip_astra.distributed.launch import rank_of_process
@@ -85,14 +86,15 @@ def start_engine(name: str, options: EngineOptions) -> VllmEngine:
             f"vLLM cannot be imported for the model {name!r} ({error}). Run: pip install "
             "'nip_astra[vllm]' on a machine with a GPU, or set _type to huggingface."
         ) from error
-    with_lora: dict[str, Any] = {}
+    lora_arguments: dict[str, Any] = {}
     if options.lora_rank is not None:
-        rank = next((known for known in LORA_RANKS if known >= options.lora_rank), None)
-        if rank is None:
+        # The smallest of vLLM's ranks in which the adapter fits; its memory is reserved.
+        max_rank = next((rank for rank in LORA_RANKS if rank >= options.lora_rank), None)
+        if max_rank is None:
             raise ConfigurationError(
                 f"lora.rank is {options.lora_rank}; vLLM takes ranks up to {LORA_RANKS[-1]}."
             )
-        with_lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+        lora_arguments = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
     try:
         # An engine in this process sets the global seed.
         with torch.random.fork_rng():
@@ -110,7 +112,7 @@ def start_engine(name: str, options: EngineOptions) -> VllmEngine:
                 logprobs_mode="raw_logprobs",
                 # Not the checkpoint's own sampling options.
                 generation_config="vllm",
-                **with_lora,
+                **lora_arguments,
             )
     except Exception as error:
         raise ModelLoadError(
@@ -119,6 +121,16 @@ def start_engine(name: str, options: EngineOptions) -> VllmEngine:
             "_type to huggingface if the architecture is unknown."
         ) from error
     return VllmEngine(llm, vllm.SamplingParams, lora.LoRARequest, options)
+
+
+class _LoadedAdapter(NamedTuple):
+    """The adapter that an engine has loaded."""
+
+    version: Hashable
+    request: Any
+    """vLLM's `LoRARequest`."""
+    folder: TemporaryDirectory[str]
+    """Its files, which vLLM may read again while the adapter is in use."""
 
 
 class VllmEngine(SamplingEngine):
@@ -133,8 +145,8 @@ class VllmEngine(SamplingEngine):
         self._lora_request = lora_request
         self._awake = {"weights", "kv_cache"}
         self._has_stale_prefixes = False
-        self._held: Hashable = None
-        self._adapter: tuple[Hashable, Any, TemporaryDirectory[str]] | None = None
+        self._weights_version: Hashable = None
+        self._adapter: _LoadedAdapter | None = None
         self._num_adapters = 0
 
     def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
@@ -152,31 +164,33 @@ class VllmEngine(SamplingEngine):
     def hold_weights(
         self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        if version == self._held:
+        if version == self._weights_version:
             return
         self._wake("weights")
 
         def load(model: Any) -> None:
             model.load_weights(weights())
 
-        if _has_packed_weights(self.llm):
+        config = getattr(self.llm.llm_engine, "vllm_config", None)
+        device_config = getattr(config, "device_config", None)
+        if getattr(device_config, "device_type", None) == "cpu":
+            # On CPUs vLLM has repacked the matrices, so they are reloaded as at the start.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
         else:
             self.llm.apply_model(load)
-        self._held = version
+        self._weights_version = version
         self._has_stale_prefixes = True
 
     def note_weights(self, version: Hashable) -> None:
-        self._held = version
+        self._weights_version = version
 
     def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        # Each version gets a new number and name: vLLM would take an adapter of the same number
-        # from its cache, and reuse cached prefixes of the same name.
-        if self._adapter is not None and self._adapter[0] == version:
-            return self._adapter[1]
-        # Kept while the adapter is in use: vLLM may read it again.
+        if self._adapter is not None and self._adapter.version == version:
+            return self._adapter.request
         folder = TemporaryDirectory(prefix="nip_astra_adapter_")
         write(Path(folder.name))
+        # Each version gets a new number and name: vLLM would take an adapter of the same number
+        # from its cache, and reuse cached prefixes of the same name.
         self._num_adapters += 1
         number = self._num_adapters
         request = self._lora_request(
@@ -184,8 +198,9 @@ class VllmEngine(SamplingEngine):
         )
         self._wake("weights")
         if self._adapter is not None:
-            self.llm.llm_engine.remove_lora(self._adapter[1].lora_int_id)
-            self._adapter[2].cleanup()
+            # First, since an engine has memory for one adapter (max_loras).
+            self.llm.llm_engine.remove_lora(self._adapter.request.lora_int_id)
+            self._adapter.folder.cleanup()
             self._adapter = None
         try:
             self.llm.llm_engine.add_lora(request)
@@ -195,7 +210,7 @@ class VllmEngine(SamplingEngine):
                 f"vLLM refused the LoRA adapter: {error}. Set lora.target_modules to attention "
                 "and MLP projections, or lora to null."
             ) from error
-        self._adapter = (version, request, folder)
+        self._adapter = _LoadedAdapter(version, request, folder)
         self._has_stale_prefixes = True
         return request
 
@@ -221,7 +236,8 @@ class VllmEngine(SamplingEngine):
     ) -> list[Reply]:
         if not requests:
             return []
-        longest, max_tokens = max(len(one.context) for one in requests), arguments["max_tokens"]
+        longest = max(len(request.context) for request in requests)
+        max_tokens = arguments["max_tokens"]
         if longest + max_tokens > self.options.max_model_len:
             raise ContextLengthError(
                 f"a context of {longest} tokens and a turn of {max_tokens} exceed vLLM's window of "
@@ -235,43 +251,39 @@ class VllmEngine(SamplingEngine):
                     "each engine from one place at a time."
                 )
             self._has_stale_prefixes = False
-        forced = [
-            {} if one.forced is None else {"allowed_token_ids": [one.forced], "logit_bias": None}
-            for one in requests
-        ]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(request.context)} for request in requests],
-            [
+        prompts = []
+        sampling_params = []
+        for request in requests:
+            prompts.append({"prompt_token_ids": list(request.context)})
+            request_arguments = dict(arguments)
+            if request.forced is not None:
+                # A bias would exclude a banned token, also if it is the only allowed one.
+                request_arguments["allowed_token_ids"] = [request.forced]
+                request_arguments["logit_bias"] = None
+            sampling_params.append(
                 self._sampling_params(
-                    **(arguments | extra),
+                    **request_arguments,
                     seed=request.seed,
                     # The prefix cache has no scores; some versions return those of another
                     # request (vllm-project/vllm pull request 42245).
                     skip_reading_prefix_cache=request.scores_context,
                     prompt_logprobs=0 if request.scores_context else None,
                 )
-                for request, extra in zip(requests, forced, strict=True)
-            ],
-            use_tqdm=False,
-            lora_request=adapter,
-        )
-        return [read_reply(*pair) for pair in zip(requests, outputs, strict=True)]
-
-
-def _has_packed_weights(llm: Any) -> bool:
-    """Return whether weights must be reloaded as at the start; on CPUs vLLM repacks matrices."""
-    config = getattr(llm.llm_engine, "vllm_config", None)
-    return getattr(getattr(config, "device_config", None), "device_type", None) == "cpu"
+            )
+        outputs = self.llm.generate(prompts, sampling_params, use_tqdm=False, lora_request=adapter)
+        return [
+            read_reply(request, output) for request, output in zip(requests, outputs, strict=True)
+        ]
 
 
 def refuse_other_vocabulary(
-    found_size: int, found: Mapping[str, int], tokenizer: Any, vocab_size: int
+    engine_size: int, engine_vocabulary: Mapping[str, int], tokenizer: Any, vocab_size: int
 ) -> None:
     """Raise `ModelLoadError` if an engine's tokens differ from the trainer's."""
-    if found_size == vocab_size and found == tokenizer.get_vocab():
+    if engine_size == vocab_size and engine_vocabulary == tokenizer.get_vocab():
         return
     raise ModelLoadError(
-        f"vLLM loaded another tokenizer, or a vocabulary of {found_size} rows instead of "
+        f"vLLM loaded another tokenizer, or a vocabulary of {engine_size} rows instead of "
         f"{vocab_size}. Give a folder in which weights, config.json and tokenizer belong together."
     )
 
@@ -345,35 +357,46 @@ def scoring_request(text: Sequence[int], window: int) -> Request:
 
 def read_reply(request: Request, output: Any) -> Reply:
     """Return the reply in a `RequestOutput` of vLLM."""
-    reply = output.outputs[0]
-    if reply.finish_reason not in ("stop", "length"):
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
         raise ModelLoadError(
-            f"vLLM aborted a turn ({reply.finish_reason}). Its log gives the reason."
+            f"vLLM aborted a turn ({completion.finish_reason}). Its log gives the reason."
         )
-    ids = list(reply.token_ids)
-    chosen = [found[token].logprob for found, token in zip(reply.logprobs, ids, strict=True)]
+    ids = list(completion.token_ids)
+    # One mapping per position, of which only the sampled token is needed.
+    logprobs = []
+    for logprob_by_token, token in zip(completion.logprobs, ids, strict=True):
+        logprobs.append(logprob_by_token[token].logprob)
     context_logprobs = None
     if request.scores_context:
-        read = zip(output.prompt_logprobs, request.context, strict=True)
-        # Nothing predicts the first token.
-        context_logprobs = [0.0 if found is None else found[token].logprob for found, token in read]
-    num_read = len(request.context) - (output.num_cached_tokens or 0)
-    return Reply(ids, chosen, context_logprobs, num_read + max(len(ids) - 1, 0))
+        context_logprobs = []
+        for logprob_by_token, token in zip(output.prompt_logprobs, request.context, strict=True):
+            # Nothing predicts the first token.
+            logprob = 0.0 if logprob_by_token is None else logprob_by_token[token].logprob
+            context_logprobs.append(logprob)
+    num_cached = output.num_cached_tokens or 0
+    # The last token of a turn is not forwarded.
+    num_forwarded = len(request.context) - num_cached + max(len(ids) - 1, 0)
+    return Reply(ids, logprobs, context_logprobs, num_forwarded)
 
 
-def seed_of(uniforms_T: Tensor) -> int:
+def derive_row_seed(uniforms_T: Tensor) -> int:
     """Return the seed of a row, derived from its uniform numbers."""
     digest = hashlib.sha256(uniforms_T.cpu().contiguous().numpy().tobytes()).digest()
+    # vLLM takes signed numbers of 64 bits.
     return int.from_bytes(digest[:8], "big") >> 2
 
 
 def padded_turns(replies: Sequence[Reply], width: int) -> Generation:
     """Convert replies to turns, padded to a width."""
-    ids, mask = pad_right([reply.ids for reply in replies], torch.device("cpu"))
-    padding = (0, width - ids.shape[1])
-    logprobs = padded_rows([reply.logprobs for reply in replies])
-    found = (torch.nn.functional.pad(x, padding) for x in (ids, mask, logprobs))
-    return Generation(*found)
+    ids_BT, mask_BT = pad_right([reply.ids for reply in replies], torch.device("cpu"))
+    logprobs_BT = padded_rows([reply.logprobs for reply in replies])
+    padding = (0, width - ids_BT.shape[1])
+    return Generation(
+        F.pad(ids_BT, padding),
+        F.pad(mask_BT, padding),
+        F.pad(logprobs_BT, padding),
+    )
 
 
 def padded_rows(rows: Sequence[Sequence[float]]) -> Tensor:

@@ -25,7 +25,7 @@ from nip_astra.utils.actors import MAX_RESTARTS, results_of
 from nip_astra.utils.ray_cluster import open_ray
 
 
-class _Held(NamedTuple):
+class _StoredVersion(NamedTuple):
     """Weights or adapter files in Ray's object store, and their number."""
 
     version: int
@@ -48,30 +48,35 @@ class EngineActor:
         return self._engine.vocabulary()
 
     def generate(
-        self, requests: Sequence[Request], arguments: dict[str, Any], held: list[_Held]
+        self, requests: Sequence[Request], arguments: dict[str, Any], stored: list[_StoredVersion]
     ) -> list[Reply]:
         """Sample a turn for each request."""
         adapter = None
-        for one in held:
-            adapter = self._hold(one) or adapter
+        for version in stored:
+            if version.is_adapter:
+                adapter = self._load_adapter(version)
+            else:
+                self._load_weights(version)
         return self._engine.generate(requests, arguments, adapter=adapter)
 
     def sleep(self) -> None:
         """Release memory until the next request."""
         self._engine.sleep()
 
-    def _hold(self, held: _Held) -> Any:
+    def _load_weights(self, stored: _StoredVersion) -> None:
         import ray
 
-        if not held.is_adapter:
-            self._engine.hold_weights(held.version, lambda: ray.get(held.reference))
-            return None
+        # Fetched only if this engine has another version.
+        self._engine.hold_weights(stored.version, lambda: ray.get(stored.reference))
+
+    def _load_adapter(self, stored: _StoredVersion) -> Any:
+        import ray
 
         def write(folder: Path) -> None:
-            for name, content in ray.get(held.reference).items():
+            for name, content in ray.get(stored.reference).items():
                 (folder / name).write_bytes(content)
 
-        return self._engine.hold_adapter(held.version, write)
+        return self._engine.hold_adapter(stored.version, write)
 
 
 class RemoteEngines(SamplingEngine):
@@ -84,33 +89,35 @@ class RemoteEngines(SamplingEngine):
         super().__init__(options)
         self._ray = ray
         self._actors = list(actors)
-        self._weights: _Held | None = None
-        self._adapter: _Held | None = None
-        self._versions: dict[bool, Hashable] = {}
+        self._weights: _StoredVersion | None = None
+        self._adapter: _StoredVersion | None = None
+        self._weights_version: Hashable = None
+        self._adapter_version: Hashable = None
         self._num_versions = 0
 
     def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
-        for size, vocabulary in results_of(
-            self._ray, [actor.vocabulary.remote() for actor in self._actors]
-        ):
+        calls = [actor.vocabulary.remote() for actor in self._actors]
+        for size, vocabulary in results_of(self._ray, calls):
             refuse_other_vocabulary(size, vocabulary, tokenizer, vocab_size)
 
     def note_weights(self, version: Hashable) -> None:
-        self._versions[False] = version
+        self._weights_version = version
 
     def hold_weights(
         self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        if self._versions.get(False) != version:
+        if self._weights_version != version:
             content = [(name, weight.cpu()) for name, weight in weights()]
-            self._weights = self._put(version, content, is_adapter=False)
+            self._weights = self._store(content, is_adapter=False)
+            self._weights_version = version
 
     def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        if self._versions.get(True) != version:
+        if self._adapter_version != version:
             with TemporaryDirectory(prefix="nip_astra_adapter_") as folder:
                 write(Path(folder))
-                files = {one.name: one.read_bytes() for one in sorted(Path(folder).iterdir())}
-            self._adapter = self._put(version, files, is_adapter=True)
+                files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+            self._adapter = self._store(files, is_adapter=True)
+            self._adapter_version = version
         return self._adapter
 
     def sleep(self) -> None:
@@ -120,21 +127,21 @@ class RemoteEngines(SamplingEngine):
     def generate(
         self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
     ) -> list[Reply]:
+        stored = [version for version in (self._weights, adapter) if version is not None]
         # Each engine gets neighbouring requests, which share prefixes.
-        held = [one for one in (self._weights, adapter) if one is not None]
-        count = len(self._actors)
-        ends = [len(requests) * place // count for place in range(count + 1)]
-        calls = [
-            actor.generate.remote(list(requests[start:stop]), arguments, held)
-            for actor, start, stop in zip(self._actors, ends, ends[1:], strict=False)
-            if stop > start
-        ]
+        num_actors = len(self._actors)
+        calls = []
+        for index, actor in enumerate(self._actors):
+            start = len(requests) * index // num_actors
+            stop = len(requests) * (index + 1) // num_actors
+            if stop > start:
+                call = actor.generate.remote(list(requests[start:stop]), arguments, stored)
+                calls.append(call)
         return [reply for replies in results_of(self._ray, calls) for reply in replies]
 
-    def _put(self, version: Hashable, content: object, *, is_adapter: bool) -> _Held:
+    def _store(self, content: object, *, is_adapter: bool) -> _StoredVersion:
         self._num_versions += 1
-        self._versions[is_adapter] = version
-        return _Held(self._num_versions, self._ray.put(content), is_adapter)
+        return _StoredVersion(self._num_versions, self._ray.put(content), is_adapter)
 
 
 def start_remote_engines(
@@ -142,7 +149,9 @@ def start_remote_engines(
 ) -> RemoteEngines:
     """Load a model into several engines, each in a Ray actor."""
     ray = open_ray()
-    kind = ray.remote(num_gpus=num_gpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(
-        EngineActor
+    as_actor = ray.remote(
+        num_gpus=num_gpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS
     )
-    return RemoteEngines(ray, [kind.remote(name, options) for _ in range(num_engines)], options)
+    actor_class = as_actor(EngineActor)
+    actors = [actor_class.remote(name, options) for _ in range(num_engines)]
+    return RemoteEngines(ray, actors, options)

@@ -71,13 +71,14 @@ class Discovery:
     def update(self, tree: RolloutTree) -> None:
         """Count a rollout's nodes in order."""
         missing = [plant for plant in self.planted if self.first_query[plant.name] is None]
-        parents = tree.nodes["parent"].tolist()
-        is_failure_N = tree.nodes["response_score"] >= self.failure_threshold
-        for node in is_failure_N.nonzero().flatten().tolist() if missing else ():
-            previous = tree.probes[parents[node]] if parents[node] >= 0 else None
-            for plant in missing:
-                if self.first_query[plant.name] is None and plant.matches(
-                    tree.probes[node], previous
-                ):
-                    self.first_query[plant.name] = self.num_queries + node + 1
+        if missing:
+            parents = tree.nodes["parent"].tolist()
+            is_failure_N = tree.nodes["response_score"] >= self.failure_threshold
+            for node in is_failure_N.nonzero().flatten().tolist():
+                parent = parents[node]
+                previous_probe = tree.probes[parent] if parent >= 0 else None
+                for plant in missing:
+                    is_new = self.first_query[plant.name] is None
+                    if is_new and plant.matches(tree.probes[node], previous_probe):
+                        self.first_query[plant.name] = self.num_queries + node + 1
         self.num_queries += tree.num_nodes

@@ -50,36 +50,36 @@ def read_prompts(
     MissingDependencyError
         If a data set is requested and the package datasets is not installed.
     """
-    dataset = _as_dataset(reference, scenario_dir)
+    dataset = _find_dataset(reference, scenario_dir)
     rows: Iterable[tuple[str, Any]]
     if dataset is not None:
         name, split = dataset
-        place = f"the dataset {name!r}, split {split!r},"
+        source = f"the dataset {name!r}, split {split!r},"
         advice = f"Check the name and the network, or give {_KINDS_OF_FILES}."
         if Path(name).is_dir():
             advice = "Check its files and the name of the split."
-        rows = _load_rows(place, advice, name, split=split)
+        rows = _load_rows(source, advice, name, split=split)
     else:
         path = Path(resolve_reference(reference, scenario_dir))
-        place = f"the prompt file {path}"
+        source = f"the prompt file {path}"
         if path.suffix != _PARQUET:
-            rows = _rows_of_file(path, _read_text(path, reference))
+            rows = _iterate_rows(path, _read_text(path, reference))
         elif path.is_file():
             advice = "It is damaged, or not in this format: write it again."
-            rows = _load_rows(place, advice, "parquet", data_files=str(path), split="train")
+            rows = _load_rows(source, advice, "parquet", data_files=str(path), split="train")
         else:
-            raise DataError(f"{place} does not exist. Give {_KINDS_OF_FILES}.")
+            raise DataError(f"{source} does not exist. Give {_KINDS_OF_FILES}.")
     try:
-        prompts = [_prompt_of(row, where, column) for where, row in rows]
+        prompts = [_parse_prompt(row, position, column) for position, row in rows]
     except (RecursionError, ValueError, csv.Error) as error:
         reason = "too deeply nested" if isinstance(error, RecursionError) else error
         raise DataError(
-            f"{place} cannot be parsed: {reason}. A .csv file begins with its column names, "
+            f"{source} cannot be parsed: {reason}. A .csv file begins with its column names, "
             'a .jsonl file has one {"prompt": "..."} per line, a .json file is a list of texts.'
         ) from error
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
-        raise DataError(f"{place} has no prompts. Give at least one opening prompt.")
+        raise DataError(f"{source} has no prompts. Give at least one opening prompt.")
     return prompts
 
 
@@ -99,16 +99,15 @@ def read_probe_conversations(
     conversations: list[tuple[tuple[str, str], ...]] = []
     for number, prompt in enumerate(read_prompts(reference, scenario_dir), start=1):
         messages = prompt.messages or (Turn("user", str(prompt)),)
-        turns = tuple((str(turn.role), turn.text) for turn in messages)
-        roles = [role for role, _ in turns]
-        if roles[::2] != ["user"] * len(roles[::2]) or roles[1::2] != ["assistant"] * (
-            len(roles) // 2
-        ):
+        roles = [str(turn.role) for turn in messages]
+        expected_roles = [("user", "assistant")[index % 2] for index in range(len(roles))]
+        if roles != expected_roles:
             raise DataError(
                 f"probe {number} of {reference!r} has the roles {', '.join(roles)}. Begin with a "
                 "probe of the role user, and give user and assistant in turn."
             )
-        conversations.append(turns)
+        texts = [turn.text for turn in messages]
+        conversations.append(tuple(zip(roles, texts, strict=True)))
     return conversations
 
 
@@ -138,13 +137,14 @@ def _read_text(path: Path, reference: str) -> str:
         ) from error
 
 
-def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def _iterate_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """Yield each text or row of a file, with its position for error messages."""
     if path.suffix in _DELIMITERS:
-        csv.field_size_limit(2**31 - 1)  # a text may be longer than the module's 131,072 characters
+        # A text may be longer than the module's limit of 131,072 characters.
+        csv.field_size_limit(2**31 - 1)
         delimiter = _DELIMITERS[path.suffix]
-        head = text.partition("\n")[0]
-        if delimiter == "," and "," not in head and ";" in head:
+        header = text.partition("\n")[0]
+        if delimiter == "," and "," not in header and ";" in header:
             # As programs of countries with a decimal comma write it.
             delimiter = ";"
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -154,10 +154,11 @@ def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             yield f"line {reader.line_num}", row
         return
     if path.suffix == ".json":
-        items = json.loads(text)
-        if not isinstance(items, list):
+        rows = json.loads(text)
+        if not isinstance(rows, list):
             raise ValueError("not a list")
-        yield from ((f"item {number}", item) for number, item in enumerate(items, start=1))
+        for number, row in enumerate(rows, start=1):
+            yield f"item {number}", row
         return
     # Not splitlines: a prompt may contain rarer line separators of Unicode.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -173,146 +174,161 @@ def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             yield f"line {number}", record
 
 
-def _prompt_of(row: Any, place: str, column: str) -> Prompt:
+def _parse_prompt(row: Any, position: str, column: str) -> Prompt:
     """Return the prompt of a text or of a row with its columns."""
+    content = row
+    columns: dict[str, Any] = {}
     if isinstance(row, Mapping):
         if column not in row:
             near = nearest_names(column, row, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             names = ", ".join(map(repr, row)) or "none"
-            raise ValueError(f"{place}: no column {column!r}, only {names}{hint}")
-        text, others = row[column], [pair for pair in row.items() if pair[0] != column]
+            raise ValueError(f"{position}: no column {column!r}, only {names}{hint}")
+        content = row[column]
+        columns = {str(name): value for name, value in row.items() if name != column}
     elif column != DEFAULT_COLUMN:
-        raise ValueError(f"{place}: no column {column!r}, because it has no columns")
-    else:
-        text, others = row, []
+        raise ValueError(f"{position}: no column {column!r}, because it has no columns")
     messages: tuple[Turn, ...] = ()
-    if isinstance(text, list | tuple):
-        messages = _messages_of(text, place)
-        text = _transcript(messages)
+    text = content
+    if isinstance(content, list | tuple):
+        messages = _parse_messages(content, position)
+        text = _join_messages(messages)
     if not isinstance(text, str):
-        shown = json.dumps(text, default=str)
-        raise ValueError(f"{place}: the prompt {shown[:80]} is neither a text nor messages")
-    for value in (text, *(value for _, value in others if isinstance(value, str))):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: it contains a lone surrogate (half a character)") from error
-    columns = tuple((str(name), _plain(value)) for name, value in others)
-    return Prompt(text.strip(), columns, {str(name): value for name, value in others}, messages)
+        excerpt = json.dumps(text, default=str)[:80]
+        raise ValueError(f"{position}: the prompt {excerpt} is neither a text nor messages")
+    for value in (text, *columns.values()):
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{position}: it contains a lone surrogate (half a character)"
+                ) from error
+    plain_columns = tuple((name, _to_comparable(value)) for name, value in columns.items())
+    return Prompt(text.strip(), plain_columns, columns, messages)
 
 
-def _messages_of(value: Any, place: str) -> tuple[Turn, ...]:
+def _parse_messages(content: Sequence[Any], position: str) -> tuple[Turn, ...]:
     """Validate and return the messages of a conversational prompt."""
-    messages = tuple(_message_of(one, place) for one in value)
+    messages = tuple(_parse_message(message, position) for message in content)
     roles = [message.role for message in messages]
     if "system" in roles[1:]:
-        raise ValueError(f"{place}: a system message must be the first of its prompt")
-    for before, message in zip((None, *messages), messages, strict=False):
-        follows_call = before is not None and (before.calls or before.role == "tool")
-        if message.role == "tool" and not follows_call:
+        raise ValueError(f"{position}: a system message must be the first of its prompt")
+    previous: Turn | None = None
+    for message in messages:
+        # Several results may follow one message with several calls.
+        can_follow = previous is not None and (previous.calls or previous.role == "tool")
+        if message.role == "tool" and not can_follow:
             raise ValueError(
-                f"{place}: a tool's message must follow an assistant's message with tool_calls"
+                f"{position}: a tool's message must follow an assistant's message with tool_calls"
             )
+        previous = message
     if not roles or roles[-1] == "system" or messages[-1].calls:
         raise ValueError(
-            f"{place}: the last message of its prompt must be the user's, a tool's, or the "
+            f"{position}: the last message of its prompt must be the user's, a tool's, or the "
             "beginning of an answer"
         )
     return messages
 
 
-def _message_of(value: Any, place: str) -> Turn:
+def _parse_message(message: Any, position: str) -> Turn:
     """Return a message of a chat as a turn."""
-    if not isinstance(value, Mapping) or not value.get("role"):
-        raise ValueError(f"{place}: a message of its prompt lacks a role")
-    role = str(value["role"])
+    if not isinstance(message, Mapping) or not message.get("role"):
+        raise ValueError(f"{position}: a message of its prompt lacks a role")
+    role = str(message["role"])
     if role not in _ROLES:
-        raise ValueError(f"{place}: unknown role {role!r}; choose one of {', '.join(_ROLES)}")
-    calls = tuple(_call_of(call, place) for call in value.get("tool_calls") or ())
+        raise ValueError(f"{position}: unknown role {role!r}; choose one of {', '.join(_ROLES)}")
+    calls = tuple(_parse_call(call, position) for call in message.get("tool_calls") or ())
     if calls and role != "assistant":
-        raise ValueError(f"{place}: a message of the role {role} has tool_calls")
-    content = value.get("content")
+        raise ValueError(f"{position}: a message of the role {role} has tool_calls")
+    content = message.get("content")
     if content is None and calls:
         content = ""
     if isinstance(content, list | tuple):
-        content = "".join(_text_of_part(part, place) for part in content)
+        content = "".join(_read_text_part(part, position) for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"{place}: a message of its prompt lacks a text as content")
+        raise ValueError(f"{position}: a message of its prompt lacks a text as content")
     return Turn(role, content, calls=calls)  # type: ignore[arg-type]  # one of `_ROLES`
 
 
-def _text_of_part(part: Any, place: str) -> str:
+def _read_text_part(part: Any, position: str) -> str:
     """Return the text of a part of a message."""
     # The package datasets fills the fields that other parts have with None.
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise ValueError(f"{place}: a message of its prompt has a part {kind!r}, and only text is read")
-
-
-def _call_of(value: Any, place: str) -> ToolCall:
-    """Return a call of a tool in OpenAI's format; arguments may be an object or its JSON."""
-    function = value.get("function", value) if isinstance(value, Mapping) else {}
-    name, arguments = function.get("name"), function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
-        raise ValueError(f"{place}: a call of its prompt lacks a name or arguments by name")
-    # As above: arguments of other calls are None.
-    given = {key: argument for key, argument in (arguments or {}).items() if argument is not None}
-    return ToolCall(name, given)
-
-
-def _transcript(messages: Sequence[Turn]) -> str:
-    """Return the text that identifies a conversational prompt: that of a single message, or all."""
-    if len(messages) == 1:
-        return messages[0].text
-    return "\n\n".join(
-        f"{message.role}: {message.text}"
-        + "".join(f" {json.dumps(call)}" for call in message.calls)
-        for message in messages
+    raise ValueError(
+        f"{position}: a message of its prompt has a part {kind!r}, and only text is read"
     )
 
 
-def _plain(value: Any) -> str | int | float | bool | None:
+def _parse_call(call: Any, position: str) -> ToolCall:
+    """Return a call of a tool in OpenAI's format; arguments may be an object or its JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    name = function.get("name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
+        raise ValueError(f"{position}: a call of its prompt lacks a name or arguments by name")
+    # As for parts of messages, arguments of other calls are None.
+    present_arguments = {
+        key: argument for key, argument in (arguments or {}).items() if argument is not None
+    }
+    return ToolCall(name, present_arguments)
+
+
+def _join_messages(messages: Sequence[Turn]) -> str:
+    """Return the text that identifies a conversational prompt: that of a single message, or all."""
+    if len(messages) == 1:
+        return messages[0].text
+    paragraphs = []
+    for message in messages:
+        calls = [f" {json.dumps(call)}" for call in message.calls]
+        paragraphs.append(f"{message.role}: {message.text}{''.join(calls)}")
+    return "\n\n".join(paragraphs)
+
+
+def _to_comparable(value: Any) -> str | int | float | bool | None:
     """Return a comparable value; lists and objects as JSON."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return json.dumps(value, default=str)
 
 
-def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | None:
+def _find_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | None:
     """Return name and split of a dataset; None for a file."""
     if "://" in reference:
         return None
     if reference.startswith(HUB):
         name, _, split = reference.removeprefix(HUB).partition(":")
         return str(resolve_reference(f"{HUB}{name}")), split or "train"
-    found = _DATASET.fullmatch(reference)
-    if found is None or Path(found["name"]).suffix in _SUFFIXES:
+    match = _DATASET.fullmatch(reference)
+    if match is None or Path(match["name"]).suffix in _SUFFIXES:
         return None
-    resolved = resolve_reference(found["name"], scenario_dir)
+    resolved = resolve_reference(match["name"], scenario_dir)
     is_hub_id = isinstance(resolved, str) and resolved.count("/") == 1
-    if not is_hub_id and not (isinstance(resolved, Path) and resolved.is_dir()):
+    is_folder = isinstance(resolved, Path) and resolved.is_dir()
+    if not is_hub_id and not is_folder:
         return None
-    return str(resolved), found["split"] or "train"
+    return str(resolved), match["split"] or "train"
 
 
-def _load_rows(place: str, advice: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:
-    """Load rows with the package datasets; errors name the place and end with the advice."""
-    datasets = import_extra("datasets", place, "datasets")
+def _load_rows(source: str, advice: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:
+    """Load rows with the package datasets; errors name the source and end with the advice."""
+    datasets = import_extra("datasets", source, "datasets")
     folder = Path(arguments[0])
-    is_saved = any((folder / file).is_file() for file in (_SAVED_DATASET, _SAVED_SPLITS))
+    has_one_split = (folder / _SAVED_DATASET).is_file()
+    has_several_splits = (folder / _SAVED_SPLITS).is_file()
     try:
-        if is_saved:
+        if has_one_split or has_several_splits:
             saved = datasets.load_from_disk(str(folder))
             # A folder of one dataset has no other split.
-            is_one = (folder / _SAVED_DATASET).is_file() and options["split"] == "train"
-            rows = list(saved if is_one else saved[options["split"]])
+            is_whole = has_one_split and options["split"] == "train"
+            rows = list(saved if is_whole else saved[options["split"]])
         else:
             rows = list(datasets.load_dataset(*arguments, **options))
     except Exception as error:
         # datasets and the hub's client have many error classes.
-        raise DataError(f"{place} cannot be loaded: {error}. {advice}") from error
+        raise DataError(f"{source} cannot be loaded: {error}. {advice}") from error
     return [(f"row {number}", row) for number, row in enumerate(rows)]

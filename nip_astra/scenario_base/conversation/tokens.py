@@ -73,13 +73,13 @@ class ConversationFormat(ABC):
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._kept: dict[str, tuple[int, ...]] = {}
+        self._ids_by_text: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
     def context(self, turns: Sequence[Turn]) -> list[int]:
         """Return the tokens before the reading model's next turn."""
 
-    def with_tools(self, described: tuple[str, ...]) -> ConversationFormat:
+    def with_tools(self, tools: tuple[str, ...]) -> ConversationFormat:
         """Return the format for a model that reads tools, each in OpenAI's form as JSON.
 
         Raises `ModelAbilityError` if the chat template shows tools, but its calls cannot be read.
@@ -97,24 +97,30 @@ class ConversationFormat(ABC):
 
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the token that ends the reading model's turn, if any, given its end tokens."""
-        own = self.tokenizer.eos_token_id
-        return (*self.end_ids, *([own] if own in end_ids else []), *end_ids)[:1]
+        if self.end_ids:
+            return self.end_ids[:1]
+        tokenizer_end = self.tokenizer.eos_token_id
+        if tokenizer_end in end_ids:
+            return (tokenizer_end,)
+        return tuple(end_ids[:1])
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the content tokens of a turn of another speaker."""
-        known = self._kept.get(text)
-        if known is None:
-            known = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-            self._keep({text: known})
-        return known
+        ids = self._ids_by_text.get(text)
+        if ids is None:
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            self._cache({text: ids})
+        return ids
 
     def written_text(self, turn: Turn) -> str:
         """Return the content of a turn as a context has it."""
         if turn.role == "tool" and self.writes_results_as_json:
+            # The template adds the quotes.
             return json.dumps(turn.text, ensure_ascii=False)[1:-1]
         if turn.calls:
             # Of a given turn: a model's own has the tokens that it sampled.
-            return "\n".join(part for part in (turn.text, self.written_calls(turn.calls)) if part)
+            calls = self.written_calls(turn.calls)
+            return "\n".join(part for part in (turn.text, calls) if part)
         return turn.text
 
     def written_calls(self, calls: tuple[ToolCall, ...]) -> str:
@@ -132,34 +138,43 @@ class ConversationFormat(ABC):
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Apply `encode` to each text, in one call."""
-        known = {text: self._kept[text] for text in texts if text in self._kept}
-        new = list(dict.fromkeys(text for text in texts if text not in known))
-        if len(new) == 1:
-            known[new[0]] = self.encode(new[0])
-        elif new:
-            ids = self.tokenizer(new, add_special_tokens=False)["input_ids"]
-            found = dict(zip(new, map(tuple, ids), strict=True))
-            self._keep(found)
-            known |= found
-        return [known[text] for text in texts]
+        # Collected apart: the cache may drop a text while others are added.
+        ids_by_text: dict[str, tuple[int, ...]] = {}
+        new_texts: list[str] = []
+        for text in dict.fromkeys(texts):
+            if text in self._ids_by_text:
+                ids_by_text[text] = self._ids_by_text[text]
+            else:
+                new_texts.append(text)
+        if len(new_texts) == 1:
+            ids_by_text[new_texts[0]] = self.encode(new_texts[0])
+        elif new_texts:
+            encoded = self.tokenizer(new_texts, add_special_tokens=False)["input_ids"]
+            new_ids = dict(zip(new_texts, map(tuple, encoded), strict=True))
+            self._cache(new_ids)
+            ids_by_text |= new_ids
+        return [ids_by_text[text] for text in texts]
 
-    def _keep(self, found: Mapping[str, tuple[int, ...]]) -> None:
+    def _cache(self, ids_by_text: Mapping[str, tuple[int, ...]]) -> None:
         """Keep the tokens of short texts, such as opening prompts, which come again."""
-        if len(self._kept) + len(found) > MAX_KEPT_TEXTS:
-            self._kept.clear()
-        short = {text: ids for text, ids in found.items() if len(text) <= MAX_KEPT_LENGTH}
-        self._kept.update(islice(short.items(), MAX_KEPT_TEXTS))
+        if len(self._ids_by_text) + len(ids_by_text) > MAX_KEPT_TEXTS:
+            self._ids_by_text.clear()
+        short_texts = {
+            text: ids for text, ids in ids_by_text.items() if len(text) <= MAX_KEPT_LENGTH
+        }
+        self._ids_by_text.update(islice(short_texts.items(), MAX_KEPT_TEXTS))
 
     def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
         """Return the longest context of at most `num_tokens`, dropping the oldest whole turns.
 
         A system message at the beginning is kept.
         """
-        head = turns[: sum(turn.role == "system" for turn in turns[:1])]
-        for start in range(len(head), len(turns)):
-            ids = self.context([*head, *turns[start:]])
+        has_system_message = bool(turns) and turns[0].role == "system"
+        num_kept = 1 if has_system_message else 0
+        for start in range(num_kept, len(turns)):
+            ids = self.context([*turns[:num_kept], *turns[start:]])
             if len(ids) <= num_tokens:
-                return FittedContext(ids, start - len(head))
+                return FittedContext(ids, start - num_kept)
         raise ContextLengthError(
             f"a turn of {len(turns[-1].ids)} tokens exceeds the model's window, which leaves "
             f"{num_tokens} tokens of context. Shorten the prompt, or lower max_new_tokens."
@@ -215,20 +230,24 @@ class ChatFormat(ConversationFormat):
     def supports_tools(self) -> bool:  # type: ignore[override]  # of the template
         return self.message_format.supports_tools
 
-    def with_tools(self, described: tuple[str, ...]) -> ChatFormat:
-        if described:
+    def with_tools(self, tools: tuple[str, ...]) -> ChatFormat:
+        if tools:
             self.message_format.require_tools()
-        if described not in self._by_tools:
-            own = copy(self)
-            own._tools, own._layouts = described, {}
-            self._by_tools[described] = own
-        return self._by_tools[described]
+        if tools not in self._by_tools:
+            # The same format except for what the tools change; all share one table of formats.
+            format_with_tools = copy(self)
+            format_with_tools._tools = tools
+            format_with_tools._layouts = {}
+            self._by_tools[tools] = format_with_tools
+        return self._by_tools[tools]
 
     def context(self, turns: Sequence[Turn]) -> list[int]:
         layout = self._layout(turns)
-        before, *glue = layout.glue
-        ids = list(before)
-        for turn, keeps_reasoning, after in zip(turns, layout.keeps_reasoning, glue, strict=True):
+        before_first, *after_each = layout.glue
+        ids = list(before_first)
+        for turn, keeps_reasoning, after in zip(
+            turns, layout.keeps_reasoning, after_each, strict=True
+        ):
             ids += turn.ids if keeps_reasoning else turn.ids_without_reasoning
             ids += after
         return ids
@@ -237,30 +256,35 @@ class ChatFormat(ConversationFormat):
         return len(self._layout(turns).glue[-1])
 
     def _layout(self, turns: Sequence[Turn]) -> Layout:
-        shapes = self._shapes_of(turns)
+        shapes = self._find_shapes(turns)
         if shapes not in self._layouts:
             self._layouts[shapes] = self._lay_out(shapes)
         return self._layouts[shapes]
 
-    def _shapes_of(self, turns: Sequence[Turn]) -> tuple[TurnShape, ...]:
+    def _find_shapes(self, turns: Sequence[Turn]) -> tuple[TurnShape, ...]:
         shapes = [TurnShape(turn.role, turn.has_reasoning_ids) for turn in turns]
         has_results = any(turn.role == "tool" for turn in turns)
         if not (has_results and self._renders_calls):
             return tuple(shapes)
+        # The tools that the last answer has called, and how many of their results have come.
         called: tuple[str, ...] = ()
         num_results = 0
-        for number, turn in enumerate(turns):
-            following = turns[number + 1 : number + 2]
+        for index, turn in enumerate(turns):
             if turn.role == "tool":
-                name = called[min(num_results, len(called) - 1)] if called else _UNKNOWN_TOOL
-                shapes[number] = shapes[number]._replace(called=(name,))
+                tool_name = _UNKNOWN_TOOL
+                if called:
+                    tool_name = called[min(num_results, len(called) - 1)]
+                shapes[index] = shapes[index]._replace(called=(tool_name,))
                 num_results += 1
-            elif turn.role == "assistant" and following and following[0].role == "tool":
+                continue
+            is_answered_by_tool = index + 1 < len(turns) and turns[index + 1].role == "tool"
+            if turn.role == "assistant" and is_answered_by_tool:
                 # A wrong call has a result too, which says what is wrong.
                 called = tuple(call.name for call in turn.calls) or (_UNKNOWN_TOOL,)
                 num_results = 0
+                # A part of a message in channels has one call.
                 rendered = called[-1:] if self.message_format.channels else called
-                shapes[number] = shapes[number]._replace(called=rendered)
+                shapes[index] = shapes[index]._replace(called=rendered)
         return tuple(shapes)
 
     @cached_property
@@ -295,17 +319,19 @@ class ChatFormat(ConversationFormat):
                 "cannot have. Remove the messages with tool_calls, or choose another model."
             )
         # Mistral's templates limit an identity to nine letters.
-        parts = [call.as_message_part(f"callofn{place:02}") for place, call in enumerate(calls)]
+        parts = [call.as_message_part(f"callofn{index:02}") for index, call in enumerate(calls)]
         answer = {"role": "assistant", "content": "", "tool_calls": parts}
         text = render_chat(self.tokenizer, [_QUESTION, answer], opens_answer=False)
-        written = text.rpartition(_QUESTION["content"])[2]
+        answer_text = text.rpartition(_QUESTION["content"])[2]
         form = message_format.form
-        if form.opening in written:
-            start, end = written.index(form.opening), written.rindex(form.closing)
-            return written[start : end + len(form.closing)]
-        # Calls without marks, as Llama's: the text up to the end of the turn.
-        end = written.rindex("}") + 1
-        return written[written.index("{") : end]
+        if form.opening in answer_text:
+            start = answer_text.index(form.opening)
+            stop = answer_text.rindex(form.closing) + len(form.closing)
+        else:
+            # Calls without marks, as Llama's: the text up to the end of the turn.
+            start = answer_text.index("{")
+            stop = answer_text.rindex("}") + 1
+        return answer_text[start:stop]
 
     @property
     def answer_opening(self) -> str:
@@ -315,10 +341,11 @@ class ChatFormat(ConversationFormat):
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
         # Of several end tokens, the template contains the one of training.
         shapes = (TurnShape("user"), TurnShape("assistant"))
-        *_, text_after = self._texts_around(shapes, speaks_next=False)
-        after = self.tokenizer.encode(text_after, add_special_tokens=False)
-        named = [token for token in after if token in end_ids]
-        return tuple(named[:1]) or super().turn_end(end_ids)
+        *_, text_after_answer = self._texts_around(shapes, speaks_next=False)
+        for token in self.tokenizer.encode(text_after_answer, add_special_tokens=False):
+            if token in end_ids:
+                return (token,)
+        return super().turn_end(end_ids)
 
     def _lay_out(self, shapes: tuple[TurnShape, ...]) -> Layout:
         """Return the tokens around turns, and which turns keep their reasoning.
@@ -328,18 +355,18 @@ class ChatFormat(ConversationFormat):
         """
         texts = self._texts_around(shapes)
         keeps_reasoning = [False] * len(shapes)
-        for number, shape in enumerate(shapes):
-            before, is_shown, _ = texts[number].partition(_REASONING.format(number))
-            if not is_shown:
+        for index, shape in enumerate(shapes):
+            before, reasoning_mark, _ = texts[index].partition(_REASONING.format(index))
+            if not reasoning_mark:
+                # The template leaves the reasoning out.
                 continue
-            answer_opening = self._texts_around(shapes[:number])[-1]
+            answer_opening = self._texts_around(shapes[:index])[-1]
             if not before.startswith(answer_opening):
                 # The answer was sampled after another text than its tokens would follow here.
-                plain = shape._replace(has_reasoning=False)
-                without = (*shapes[:number], plain, *shapes[number + 1 :])
-                return self._lay_out(without)
-            texts[number] = answer_opening
-            keeps_reasoning[number] = True
+                plain_shape = shape._replace(has_reasoning=False)
+                return self._lay_out((*shapes[:index], plain_shape, *shapes[index + 1 :]))
+            texts[index] = answer_opening
+            keeps_reasoning[index] = True
         glue = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return Layout(glue, keeps_reasoning)
 
@@ -350,14 +377,7 @@ class ChatFormat(ConversationFormat):
 
         A system message of the conversation replaces the agent's own.
         """
-        has_own = bool(shapes) and shapes[0].role == "system"
-        head = [
-            {"role": role, "content": content}
-            for role, content in self._head
-            if not (has_own and role == "system")
-        ]
-        turns = [_placeholder_message(number, shape) for number, shape in enumerate(shapes)]
-        messages = [*turns[:1], *head, *turns[1:]] if has_own else [*head, *turns]
+        messages = self._placeholder_messages(shapes)
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -368,8 +388,9 @@ class ChatFormat(ConversationFormat):
             )
         except Exception as error:
             if any(shape.has_reasoning for shape in shapes):
-                without = tuple(shape._replace(has_reasoning=False) for shape in shapes)
-                return self._texts_around(without, speaks_next=speaks_next)
+                # The template may refuse only the fields of the reasoning.
+                plain_shapes = tuple(shape._replace(has_reasoning=False) for shape in shapes)
+                return self._texts_around(plain_shapes, speaks_next=speaks_next)
             raise ModelLoadError(
                 f"the chat template refused a conversation of the roles "
                 f"{[message['role'] for message in messages]}: {error}. If the user must begin, "
@@ -377,25 +398,38 @@ class ChatFormat(ConversationFormat):
                 "system messages."
             ) from error
         texts = []
-        for number, shape in enumerate(shapes):
-            before, is_shown, text = text.partition(_PLACEHOLDER.format(number))
-            if is_shown and shape.role == "assistant" and shape.called:
-                before, text = self._around_calls(before, text, len(shape.called))
-            if not is_shown:
+        for index, shape in enumerate(shapes):
+            before, placeholder, text = text.partition(_PLACEHOLDER.format(index))
+            if not placeholder:
                 raise ModelLoadError(
                     "the chat template changes the content of a turn. Set format: plain for this "
                     "agent."
                 )
+            if shape.role == "assistant" and shape.called:
+                before, text = self._around_calls(before, text, len(shape.called))
             texts.append(before)
         return [*texts, text]
 
+    def _placeholder_messages(self, shapes: Sequence[TurnShape]) -> list[dict[str, Any]]:
+        """Return the agent's first messages and a placeholder for each turn."""
+        turns = [_placeholder_message(index, shape) for index, shape in enumerate(shapes)]
+        has_system_turn = bool(shapes) and shapes[0].role == "system"
+        head = [{"role": role, "content": content} for role, content in self._head]
+        if not has_system_turn:
+            return [*head, *turns]
+        preamble = [message for message in head if message["role"] != "system"]
+        return [turns[0], *preamble, *turns[1:]]
+
     def _around_calls(self, before: str, after: str, num_calls: int) -> tuple[str, str]:
         """Return the texts around calls, whose last argument stands between two texts."""
-        channels, form = self.message_format.channels, self.message_format.form
+        message_format = self.message_format
+        channels = message_format.channels
         if channels is not None:
-            start = before.rindex(channels.header_end) + len(channels.header_end)
-            ends = [place for end in channels.ends if (place := after.find(end)) >= 0]
-            return before[:start], after[min(ends) :]
+            content_start = before.rindex(channels.header_end) + len(channels.header_end)
+            end_positions = [after.find(end) for end in channels.ends]
+            content_end = min(position for position in end_positions if position >= 0)
+            return before[:content_start], after[content_end:]
+        form = message_format.form
         for _ in range(num_calls):
             before = before[: before.rindex(form.opening)]
         return before, after.partition(form.closing)[2]
@@ -408,24 +442,26 @@ _QUESTION: dict[str, Any] = {"role": "user", "content": "hello"}
 _BROKEN_LINE = 'a "line"\nand another'
 
 
-def _placeholder_call(name: str, value: str) -> dict[str, Any]:
+def _placeholder_call(name: str, argument: str) -> dict[str, Any]:
     # Templates expect the arguments as an object.
-    function = {"name": name, "arguments": {"value": value}}
+    function = {"name": name, "arguments": {"value": argument}}
     return {"id": _RESULT["tool_call_id"], "type": "function", "function": function}
 
 
-def _placeholder_message(number: int, shape: TurnShape) -> dict[str, Any]:
+def _placeholder_message(index: int, shape: TurnShape) -> dict[str, Any]:
     """Return a message of placeholders; templates have different names for its reasoning."""
-    placeholder = _PLACEHOLDER.format(number)
+    placeholder = _PLACEHOLDER.format(index)
     message: dict[str, Any] = {"role": str(shape.role), "content": placeholder}
     if shape.role == "assistant" and shape.called:
-        values = [""] * (len(shape.called) - 1) + [placeholder]
-        calls = [_placeholder_call(*pair) for pair in zip(shape.called, values, strict=True)]
+        # The last call has the placeholder, after which the calls end.
+        *first_tools, last_tool = shape.called
+        calls = [_placeholder_call(tool, "") for tool in first_tools]
+        calls.append(_placeholder_call(last_tool, placeholder))
         message |= {"content": "", "tool_calls": calls}
     elif shape.called:
         message |= {"name": shape.called[0], **_RESULT}
     if shape.has_reasoning:
-        message |= dict.fromkeys(REASONING_FIELDS, _REASONING.format(number))
+        message |= dict.fromkeys(REASONING_FIELDS, _REASONING.format(index))
     return message
 
 
@@ -491,8 +527,10 @@ class PlainFormat(ConversationFormat):
         return FittedContext([*self._separator, *rest.ids], rest.num_dropped_turns)
 
     def longest_turn(self, num_tokens: int) -> int:
-        # Older turns are left out, see `fit`.
-        return super().longest_turn(num_tokens - (0 if self._start else len(self._separator)))
+        if not self._start:
+            # Older turns are left out, so the context begins with the separator; see `fit`.
+            num_tokens -= len(self._separator)
+        return super().longest_turn(num_tokens)
 
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
         return len(self._separator)

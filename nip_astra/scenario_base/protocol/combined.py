@@ -49,7 +49,11 @@ class PolicyEvaluation(NamedTuple):
 
 def num_uniforms(num_channels: int, message_size: int, has_linear: bool) -> int:
     """Return the number of uniform random numbers per move of an agent."""
-    return 1 + num_channels * message_size * (2 if has_linear else 1)
+    num_symbols = num_channels * message_size
+    if has_linear:
+        num_symbols *= 2
+    # One for the decision.
+    return 1 + num_symbols
 
 
 def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
@@ -57,25 +61,29 @@ def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
 
     Uniforms in [0, 1) begin with the decision's; U >= `num_uniforms` of the visible channels.
     """
-    message = logs.message_logits_BVPS
-    num_symbols = message.shape[1] * message.shape[2]
-    symbols_BVP = _invert(message, uniforms_BU[:, 1 : 1 + num_symbols].reshape(message.shape[:-1]))
+    message_BVPS = logs.message_logits_BVPS
+    shape_BVP = message_BVPS.shape[:-1]
+    num_symbols = message_BVPS.shape[1] * message_BVPS.shape[2]
+    symbols_stop = 1 + num_symbols
+    symbol_uniforms_BVP = uniforms_BU[:, 1:symbols_stop].reshape(shape_BVP)
+    symbols_BVP = _invert_cumulative(message_BVPS, symbol_uniforms_BVP)
     decision_B = linear_BVP = None
     if logs.decision_logits_B3 is not None:
-        decision_B = _invert(logs.decision_logits_B3, uniforms_BU[:, 0])
+        decision_B = _invert_cumulative(logs.decision_logits_B3, uniforms_BU[:, 0])
     if logs.linear_logits_BVPL is not None:
-        uniforms_BVP = uniforms_BU[:, 1 + num_symbols : 1 + 2 * num_symbols]
-        uniforms_BVP = uniforms_BVP.reshape(message.shape[:-1])
-        linear_BVP = _invert(logs.linear_logits_BVPL, uniforms_BVP)
+        linear_uniforms = uniforms_BU[:, symbols_stop : symbols_stop + num_symbols]
+        linear_uniforms_BVP = linear_uniforms.reshape(shape_BVP)
+        linear_BVP = _invert_cumulative(logs.linear_logits_BVPL, linear_uniforms_BVP)
     return AgentMoves(symbols_BVP, decision_B, linear_BVP)
 
 
-def _invert(logs: Tensor, uniforms: Tensor) -> Tensor:
+def _invert_cumulative(logs: Tensor, uniforms: Tensor) -> Tensor:
     """Return the first alternative whose cumulative probability exceeds the uniform number."""
     cumulative = logs.exp().cumsum(dim=-1)
     # Scaled, because rounding may leave the sum below 1.
-    level = uniforms.unsqueeze(-1) * cumulative[..., -1:]
-    return (cumulative <= level).sum(dim=-1).clamp(max=logs.shape[-1] - 1)
+    thresholds = uniforms.unsqueeze(-1) * cumulative[..., -1:]
+    num_below = (cumulative <= thresholds).sum(dim=-1)
+    return num_below.clamp(max=logs.shape[-1] - 1)
 
 
 def normalised(output: PolicyOutput) -> PolicyOutput:
@@ -93,38 +101,42 @@ def evaluate_moves(
 ) -> PolicyEvaluation:
     """Return log-probabilities and entropies of past moves where the agent could act."""
     logs = normalised(output)
-    entropies_BV = _entropies(logs.message_logits_BVPS)
+    entropies_BV = _sum_entropies(logs.message_logits_BVPS)
     if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
-        entropies_BV = entropies_BV + _entropies(logs.linear_logits_BVPL)
-    entropies_B = (entropies_BV * active_BV.to(entropies_BV.dtype)).sum(dim=-1)
+        entropies_BV = entropies_BV + _sum_entropies(logs.linear_logits_BVPL)
+    is_active_BV = active_BV.to(entropies_BV.dtype)
+    entropies_B = (entropies_BV * is_active_BV).sum(dim=-1)
     if logs.decision_logits_B3 is not None and moves.decision_B is not None:
-        logs_B3 = logs.decision_logits_B3
-        decides_B = can_decide_B.to(logs_B3.dtype)
-        entropies_B = entropies_B - (logs_B3.exp() * logs_B3).sum(dim=-1) * decides_B
-    return PolicyEvaluation(logprobs_of(logs, moves, active_BV, can_decide_B), entropies_B)
+        decision_logs_B3 = logs.decision_logits_B3
+        negative_entropies_B = (decision_logs_B3.exp() * decision_logs_B3).sum(dim=-1)
+        decides_B = can_decide_B.to(decision_logs_B3.dtype)
+        entropies_B = entropies_B - negative_entropies_B * decides_B
+    logprobs_B = joint_logprobs(logs, moves, active_BV, can_decide_B)
+    return PolicyEvaluation(logprobs_B, entropies_B)
 
 
-def logprobs_of(
+def joint_logprobs(
     logs: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
 ) -> Tensor:
     """Return log-probabilities of joint moves, [B], given the result of `normalised`."""
-    logprobs_BV = _taken(logs.message_logits_BVPS, moves.message_BVP).sum(dim=-1)
+    logprobs_BV = _select(logs.message_logits_BVPS, moves.message_BVP).sum(dim=-1)
     if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
-        linear_BV = _taken(logs.linear_logits_BVPL, moves.linear_BVP).sum(dim=-1)
+        linear_BV = _select(logs.linear_logits_BVPL, moves.linear_BVP).sum(dim=-1)
         logprobs_BV = logprobs_BV + linear_BV
     logprobs_B = (logprobs_BV * active_BV.to(logprobs_BV.dtype)).sum(dim=-1)
     if logs.decision_logits_B3 is not None and moves.decision_B is not None:
-        decided_B = _taken(logs.decision_logits_B3, moves.decision_B)
-        logprobs_B = logprobs_B + decided_B * can_decide_B.to(decided_B.dtype)
+        decision_B = _select(logs.decision_logits_B3, moves.decision_B)
+        logprobs_B = logprobs_B + decision_B * can_decide_B.to(decision_B.dtype)
     return logprobs_B
 
 
-def _entropies(logs_BVPX: Tensor) -> Tensor:
+def _sum_entropies(logs_BVPX: Tensor) -> Tensor:
     """Return entropies summed over positions, [B, V]."""
     return -(logs_BVPX.exp() * logs_BVPX).sum(dim=(-2, -1))
 
 
-def _taken(logs: Tensor, choice: Tensor) -> Tensor:
+def _select(logs: Tensor, choice: Tensor) -> Tensor:
+    """Return the values of the chosen alternatives."""
     return logs.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
 
 
@@ -187,36 +199,44 @@ class CombinedAgents(nn.Module):
         """
         active_BAC, decides_BA = observation["active_mask"], observation["can_decide"]
         num_frames, space = len(active_BAC), self.space
-        moves = self._no_moves(num_frames, active_BAC.device)
+        moves = self._empty_moves(num_frames, active_BAC.device)
+        uniforms_per_move = num_uniforms(
+            active_BAC.shape[2], space.message_size, space.num_linear_symbols > 0
+        )
+        # Drawn for all agents, also those that do not act, so that no draw depends on who does.
         uniforms_BAU = torch.rand(
             num_frames,
             len(self.names),
-            num_uniforms(active_BAC.shape[2], space.message_size, space.num_linear_symbols > 0),
+            uniforms_per_move,
             generator=generator,
             device=generator.device,
         ).to(active_BAC.device)
-        acting_BA = active_BAC.any(dim=2) | decides_BA
+        acts_BA = active_BAC.any(dim=2) | decides_BA
         for number, name in enumerate(self.names):
-            rows = acting_BA[:, number].nonzero().flatten()
+            rows = acts_BA[:, number].nonzero().flatten()
             if len(rows) == num_frames:
+                # Without copies of the frames.
                 self._act(number, name, observation, uniforms_BAU[:, number], moves, slice(None))
             elif len(rows):
-                selected = {key: value[rows] for key, value in observation.items()}
+                selected = {key: column[rows] for key, column in observation.items()}
                 self._act(number, name, selected, uniforms_BAU[rows, number], moves, rows)
         return moves
 
-    def _no_moves(self, num_frames: int, device: torch.device) -> JointMoves:
+    def _empty_moves(self, num_frames: int, device: torch.device) -> JointMoves:
+        """Return joint moves in which nobody acts."""
         space = self.space
-        place = (num_frames, len(self.names), self.protocol.num_channels, space.message_size)
+        shape_BA = (num_frames, len(self.names))
+        shape_BACP = (*shape_BA, self.protocol.num_channels, space.message_size)
+        linear_BACP = None
+        if space.num_linear_symbols:
+            linear_BACP = torch.zeros(shape_BACP, dtype=torch.long, device=device)
         return JointMoves(
-            decision_BA=torch.full(place[:2], CONTINUE, device=device),
-            message_BACP=torch.zeros(place, dtype=torch.long, device=device),
-            logprobs_BA=torch.zeros(place[:2], device=device),
-            message_logits_BACPS=torch.zeros(*place, space.num_symbols, device=device),
-            decision_logits_BA3=torch.zeros(*place[:2], 3, device=device),
-            linear_BACP=torch.zeros(place, dtype=torch.long, device=device)
-            if space.num_linear_symbols
-            else None,
+            decision_BA=torch.full(shape_BA, CONTINUE, device=device),
+            message_BACP=torch.zeros(shape_BACP, dtype=torch.long, device=device),
+            logprobs_BA=torch.zeros(shape_BA, device=device),
+            message_logits_BACPS=torch.zeros(*shape_BACP, space.num_symbols, device=device),
+            decision_logits_BA3=torch.zeros(*shape_BA, 3, device=device),
+            linear_BACP=linear_BACP,
         )
 
     def _act(
@@ -226,34 +246,37 @@ class CombinedAgents(nn.Module):
         observation: Observation,
         uniforms_BU: Tensor,
         moves: JointMoves,
-        rows: Any,
+        rows: Tensor | slice,
     ) -> None:
         """Write an agent's moves in some frames into the joint moves."""
         agent = self[name]
         logs = normalised(agent.policy(observation))
         drawn = draw(logs, uniforms_BU)
-        active_BC = observation["active_mask"][:, number]
-        active_BV = self._seen_by(agent, active_BC)
+        active_BV = self._select_visible(agent, observation["active_mask"][:, number])
         can_decide_B = observation["can_decide"][:, number]
-        moves.logprobs_BA[rows, number] = logprobs_of(logs, drawn, active_BV, can_decide_B)
+        moves.logprobs_BA[rows, number] = joint_logprobs(logs, drawn, active_BV, can_decide_B)
         message_BVP = drawn.message_BVP * active_BV[..., None]
-        moves.message_BACP[rows, number] = self._in_all_channels(agent, message_BVP)
+        moves.message_BACP[rows, number] = self._spread_over_channels(agent, message_BVP)
         if drawn.linear_BVP is not None and moves.linear_BACP is not None:
             linear_BVP = drawn.linear_BVP * active_BV[..., None]
-            moves.linear_BACP[rows, number] = self._in_all_channels(agent, linear_BVP)
-        message_logits_BCPS, decision_logits_B3 = self._of_all_channels(agent, logs, active_BV)
+            moves.linear_BACP[rows, number] = self._spread_over_channels(agent, linear_BVP)
+        message_logits_BCPS, decision_logits_B3 = self._complete_logits(agent, logs, active_BV)
         moves.message_logits_BACPS[rows, number] = message_logits_BCPS
         moves.decision_logits_BA3[rows, number] = decision_logits_B3
         if drawn.decision_B is not None:
             moves.decision_BA[rows, number] = torch.where(can_decide_B, drawn.decision_B, CONTINUE)
 
-    def _of_all_channels(
+    def _complete_logits(
         self, agent: Agent, logs: PolicyOutput, active_BV: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of symbols in all channels and of decisions, else 0."""
-        message = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
-        message, decision = self._in_all_channels(agent, message), logs.decision_logits_B3
-        return message, message.new_zeros(len(message), 3) if decision is None else decision
+        # The softmax moves the logits of impossible symbols further down.
+        message_BVPS = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
+        message_BCPS = self._spread_over_channels(agent, message_BVPS)
+        decision_B3 = logs.decision_logits_B3
+        if decision_B3 is None:
+            decision_B3 = message_BCPS.new_zeros(len(message_BCPS), 3)
+        return message_BCPS, decision_B3
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
         """Return the differentiable reward of an agent's current logits, [B] with grad, or None.
@@ -261,44 +284,45 @@ class CombinedAgents(nn.Module):
         The logits of other agents are those of the sampled frames.
         """
         agent, number = self[name], self.number(name)
-        active_BV = self._seen_by(agent, frames["active_mask"][:, number])
-        message, decision = self._of_all_channels(agent, normalised(output), active_BV)
+        active_BV = self._select_visible(agent, frames["active_mask"][:, number])
+        message_BCPS, decision_B3 = self._complete_logits(agent, normalised(output), active_BV)
+        moves = Moves(
+            frames["agents", "decision"],
+            _replace_agent(frames["agents", "message_logits"], message_BCPS, number),
+            _replace_agent(frames["agents", "decision_logits"], decision_B3, number),
+        )
         return self.protocol.logit_reward(
-            name,
-            frames["round"],
-            frames["seed"],
-            frames["has_decided"],
-            Moves(
-                frames["agents", "decision"],
-                _replaced(frames["agents", "message_logits"], message, number),
-                _replaced(frames["agents", "decision_logits"], decision, number),
-            ),
+            name, frames["round"], frames["seed"], frames["has_decided"], moves
         )
 
-    def _in_all_channels(self, agent: Agent, values_BV: Tensor) -> Tensor:
+    def _spread_over_channels(self, agent: Agent, values_BV: Tensor) -> Tensor:
         """Return values of visible channels as those of all channels, 0 elsewhere, [B, C, ...]."""
         shape = agent.shape
         if shape.num_visible == shape.num_channels:
             return values_BV
-        unseen_BC = values_BV.new_zeros(len(values_BV), shape.num_channels, *values_BV.shape[2:])
+        zeros_BC = values_BV.new_zeros(len(values_BV), shape.num_channels, *values_BV.shape[2:])
         channels_V = torch.tensor(shape.visible_channels, device=values_BV.device)
-        return unseen_BC.index_copy(1, channels_V, values_BV)
+        return zeros_BC.index_copy(1, channels_V, values_BV)
 
-    def _seen_by(self, agent: Agent, channels_BC: Tensor) -> Tensor:
+    def _select_visible(self, agent: Agent, channels_BC: Tensor) -> Tensor:
+        """Return the columns of the channels that an agent sees."""
         if agent.shape.num_visible == agent.shape.num_channels:
             return channels_BC
         return channels_BC[:, list(agent.shape.visible_channels)]
 
-    def moves_of(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
+    def recorded_moves(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
         """Return an agent's moves, and masks of where it could send, [B, V], and decide, [B]."""
         agent, number = self[name], self.number(name)
+        message_BVP = self._select_visible(agent, frames["agents", "message"][:, number])
+        decision_B = None
+        if agent.shape.has_decision:
+            decision_B = frames["agents", "decision"][:, number]
+        linear_BVP = None
         linear_BACP = frames.get(("agents", "linear_message"), None)
-        moves = AgentMoves(
-            self._seen_by(agent, frames["agents", "message"][:, number]),
-            frames["agents", "decision"][:, number] if agent.shape.has_decision else None,
-            None if linear_BACP is None else self._seen_by(agent, linear_BACP[:, number]),
-        )
-        active_BV = self._seen_by(agent, frames["active_mask"][:, number])
+        if linear_BACP is not None:
+            linear_BVP = self._select_visible(agent, linear_BACP[:, number])
+        active_BV = self._select_visible(agent, frames["active_mask"][:, number])
+        moves = AgentMoves(message_BVP, decision_B, linear_BVP)
         return moves, active_BV, frames["can_decide"][:, number]
 
     def policy(self, name: str, frames: Observation) -> PolicyOutput:
@@ -314,7 +338,7 @@ class CombinedAgents(nn.Module):
 
         `output` is the policy's output for these frames, if already computed.
         """
-        moves, active_BV, can_decide_B = self.moves_of(name, frames)
+        moves, active_BV, can_decide_B = self.recorded_moves(name, frames)
         if output is None:
             output = self.policy(name, frames)
         return evaluate_moves(output, moves, active_BV, can_decide_B)
@@ -330,24 +354,30 @@ class CombinedAgents(nn.Module):
         return self._divided(self[name].policy_and_value, frames)
 
     def _divided(
-        self, compute: Callable[[Observation], tuple[Any, Any]], frames: Observation
+        self,
+        compute: Callable[[Observation], tuple[PolicyOutput | None, Tensor | None]],
+        frames: Observation,
     ) -> tuple[Any, Any]:
         """Return a policy output and values, either may be None, as computed by all processes."""
         if self.division is None:
             return compute(frames)
+        # Of the tensors, which the division returns without names.
         names: list[str] = []
 
         def compute_rows(rows: slice) -> list[Tensor]:
             output, values_B = compute(FrameRows(frames, rows))
-            parts = ({} if output is None else output._asdict()) | {"values": values_B}
-            present = {name: value for name, value in parts.items() if value is not None}
+            tensors: dict[str, Tensor | None] = {}
+            if output is not None:
+                tensors |= output._asdict()
+            tensors["values"] = values_B
+            present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
             names[:] = present
             return list(present.values())
 
         tensors = self.division(compute_rows, len(frames["round"]))
-        parts = dict(zip(names, tensors, strict=True))
-        values_B = parts.pop("values", None)
-        return PolicyOutput(**parts) if parts else None, values_B
+        outputs = dict(zip(names, tensors, strict=True))
+        values_B = outputs.pop("values", None)
+        return PolicyOutput(**outputs) if outputs else None, values_B
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
         """Return frames in which an agent may send or decide, bool [B]."""
@@ -356,6 +386,8 @@ class CombinedAgents(nn.Module):
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
 
 
-def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:
+def _replace_agent(values_BA: Tensor, agent_values_B: Tensor, number: int) -> Tensor:
     """Return the values of all agents, with those of one agent replaced."""
-    return torch.cat([values_BA[:, :number], own_B[:, None], values_BA[:, number + 1 :]], dim=1)
+    # Not in place: gradients flow to the agent's own values.
+    before, after = values_BA[:, :number], values_BA[:, number + 1 :]
+    return torch.cat([before, agent_values_B[:, None], after], dim=1)

@@ -53,18 +53,23 @@ class DataCycler:
         """Return rows of the next datapoints, long [count]."""
         parts: list[Tensor] = []
         while count > 0:
-            number, offset = divmod(self.position, self.num_datapoints)
-            part = self._pass(number)[offset : offset + count]
+            pass_number, offset = divmod(self.position, self.num_datapoints)
+            order = self._shuffle(pass_number)
+            part = order[offset : offset + count]
             parts.append(part)
             self.position += len(part)
             count -= len(part)
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
 
-    def _pass(self, number: int) -> Tensor:
-        if self._order is None or self._order[0] != number:
-            generator = torch.Generator().manual_seed(derive_seed(*self._key, "pass", number))
-            self._order = number, torch.randperm(self.num_datapoints, generator=generator)
-        return self._order[1]
+    def _shuffle(self, pass_number: int) -> Tensor:
+        """Return the order of a pass; that of the last one is kept."""
+        if self._order is not None and self._order[0] == pass_number:
+            return self._order[1]
+        seed = derive_seed(*self._key, "pass", pass_number)
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(self.num_datapoints, generator=generator)
+        self._order = pass_number, order
+        return order
 
 
 class ProtocolEnvironment(EnvBase):
@@ -93,9 +98,11 @@ class ProtocolEnvironment(EnvBase):
         self.space = space
         self.key = key
         self.num_environments = num_environments
-        self._columns: dict[str, Tensor] = {
-            name: value for name, value in dataset.items() if isinstance(value, Tensor)
-        }
+        # Columns of texts are for reports only.
+        self._columns: dict[str, Tensor] = {}
+        for name, column in dataset.items():
+            if isinstance(column, Tensor):
+                self._columns[name] = column
         self.restart()
         self._make_specs()
 
@@ -124,28 +131,29 @@ class ProtocolEnvironment(EnvBase):
 
     def first_frames(self, rows_E: Tensor, seeds_E: Tensor | None = None) -> dict[str, Tensor]:
         """Return frames of round 0, without messages, for rows of the dataset."""
-        count, space, protocol = len(rows_E), self.space, self.protocol
+        space, protocol, device = self.space, self.protocol, self.device
         if seeds_E is None:
             seeds_E = torch.zeros_like(rows_E)
-        place = (count, protocol.num_channels, space.message_size)
-        rounds = (count, protocol.max_message_rounds, *place[1:])
+        num_episodes = len(rows_E)
+        message_size = (protocol.num_channels, space.message_size)
+        shape_ECP = (num_episodes, *message_size)
+        shape_ERCP = (num_episodes, protocol.max_message_rounds, *message_size)
+        shape_EA = (num_episodes, protocol.num_agents)
         frame = {name: column[rows_E] for name, column in self._columns.items()}
         frame |= {
             "round": torch.zeros_like(rows_E),
             "seed": seeds_E,
             "datapoint_id": rows_E,
-            "message_history": torch.zeros(*rounds, space.num_symbols, device=self.device),
-            "message": torch.zeros(*place, space.num_symbols, device=self.device),
-            "has_decided": torch.zeros(
-                count, protocol.num_agents, dtype=torch.bool, device=self.device
-            ),
-            "decided": torch.full((count,), CONTINUE, device=self.device),
+            "message_history": torch.zeros(*shape_ERCP, space.num_symbols, device=device),
+            "message": torch.zeros(*shape_ECP, space.num_symbols, device=device),
+            "has_decided": torch.zeros(shape_EA, dtype=torch.bool, device=device),
+            "decided": torch.full((num_episodes,), CONTINUE, device=device),
         }
         if space.num_linear_symbols:
-            symbols = space.num_linear_symbols
-            frame["linear_message_history"] = torch.zeros(*rounds, symbols, device=self.device)
-            frame["linear_message"] = torch.zeros(*place, symbols, device=self.device)
-        return frame | self._turns(frame)
+            num_symbols = space.num_linear_symbols
+            frame["linear_message_history"] = torch.zeros(*shape_ERCP, num_symbols, device=device)
+            frame["linear_message"] = torch.zeros(*shape_ECP, num_symbols, device=device)
+        return frame | self.turn_masks(frame)
 
     def advance(self, frame: Mapping[str, Tensor], moves: JointMoves) -> Transition:
         """Apply the moves of a round."""
@@ -161,51 +169,54 @@ class ProtocolEnvironment(EnvBase):
                 decision_logits_EA3=moves.decision_logits_BA3,
             ),
         )
-        following = dict(frame)
-        following |= self._messages("", frame, moves.message_BACP, active_EAC)
+        next_frame = dict(frame)
+        next_frame |= self.record_messages("", frame, moves.message_BACP, active_EAC)
         if moves.linear_BACP is not None:
-            following |= self._messages("linear_", frame, moves.linear_BACP, active_EAC)
-        following["round"] = frame["round"] + 1
-        following["has_decided"] = step.agent_decided_EA
+            next_frame |= self.record_messages("linear_", frame, moves.linear_BACP, active_EAC)
+        next_frame["round"] = frame["round"] + 1
+        next_frame["has_decided"] = step.agent_decided_EA
+        # The first decision counts.
         is_undecided_E = frame["decided"] == CONTINUE
-        following["decided"] = torch.where(is_undecided_E, step.decision_E, frame["decided"])
-        following |= self._turns(following)
-        return Transition(following, step, step.is_done)
+        next_frame["decided"] = torch.where(is_undecided_E, step.decision_E, frame["decided"])
+        next_frame |= self.turn_masks(next_frame)
+        return Transition(next_frame, step, step.is_done)
 
     def renew(self, frame: dict[str, Tensor], is_done_E: Tensor) -> dict[str, Tensor]:
         """Return the frame with ended episodes replaced by new ones."""
         rows = is_done_E.nonzero().flatten()
         if len(rows) == 0:
             return frame
-        fresh = self.fresh(len(rows))
+        new_frame = self.fresh(len(rows))
         if len(rows) == self.num_environments:
-            return fresh
-        return {name: value.index_copy(0, rows, fresh[name]) for name, value in frame.items()}
+            return new_frame
+        return {name: column.index_copy(0, rows, new_frame[name]) for name, column in frame.items()}
 
-    def _turns(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def turn_masks(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return masks of sending and deciding, and the rounds of the messages to answer.
 
         All masks are False after the last round and after an agent's decision.
         """
-        turn = frame["round"], frame["seed"], frame["has_decided"]
+        round_E, seed_E, has_decided_EA = frame["round"], frame["seed"], frame["has_decided"]
         return {
-            "active_mask": self.protocol.active_mask(*turn),
-            "can_decide": self.protocol.chooses(*turn),
-            "question_round": self.protocol.question_round(frame["round"], frame["seed"]),
+            "active_mask": self.protocol.active_mask(round_E, seed_E, has_decided_EA),
+            "can_decide": self.protocol.chooses(round_E, seed_E, has_decided_EA),
+            "question_round": self.protocol.question_round(round_E, seed_E),
         }
 
-    def _messages(
+    def record_messages(
         self, prefix: str, frame: Mapping[str, Tensor], symbols_EACP: Tensor, active_EAC: Tensor
     ) -> dict[str, Tensor]:
         """Return messages of the round, and the updated history."""
-        history = frame[f"{prefix}message_history"]
-        sent = one_hot(symbols_EACP, history.shape[-1]).to(history.dtype)
-        message_ECPS = (sent * active_EAC[..., None, None]).sum(dim=1)
-        here_ER = one_hot(frame["round"], history.shape[1]).to(history.dtype)
+        history_ERCPS = frame[f"{prefix}message_history"]
+        num_rounds, num_symbols = history_ERCPS.shape[1], history_ERCPS.shape[-1]
+        sent_EACPS = one_hot(symbols_EACP, num_symbols).to(history_ERCPS.dtype)
+        message_ECPS = (sent_EACPS * active_EAC[..., None, None]).sum(dim=1)
+        # The round may differ between environments.
+        is_round_ER = one_hot(frame["round"], num_rounds).to(history_ERCPS.dtype)
+        new_messages_ERCPS = is_round_ER[:, :, None, None, None] * message_ECPS[:, None]
         return {
             f"{prefix}message": message_ECPS,
-            f"{prefix}message_history": history
-            + here_ER[:, :, None, None, None] * message_ECPS[:, None],
+            f"{prefix}message_history": history_ERCPS + new_messages_ERCPS,
         }
 
     # ---- state
@@ -222,24 +233,31 @@ class ProtocolEnvironment(EnvBase):
     # ---- TorchRL
 
     def _make_specs(self) -> None:
-        before = self.state()
+        # An example has the shapes; drawing it must not change the next episodes.
+        state = self.state()
         example = self.fresh(self.num_environments)
-        self.load_state(before)
-        self.observation_spec = self._spec({name: _spec_of(one) for name, one in example.items()})
-        agents = (self.num_environments, self.protocol.num_agents)
-        place = (*agents, self.protocol.num_channels, self.space.message_size)
+        self.load_state(state)
+        observations: dict[str, TensorSpec] = {}
+        for name, column in example.items():
+            if column.dtype == torch.bool:
+                observations[name] = Binary(column.shape[-1], shape=column.shape, dtype=torch.bool)
+            else:
+                observations[name] = Unbounded(column.shape, dtype=column.dtype)
+        self.observation_spec = self._spec(observations)
+        shape_EA = (self.num_environments, self.protocol.num_agents)
+        shape_EACP = (*shape_EA, self.protocol.num_channels, self.space.message_size)
         actions: dict[str, TensorSpec] = {
-            "decision": Categorical(3, shape=agents),
-            "message": Categorical(self.space.num_symbols, shape=place),
+            "decision": Categorical(3, shape=shape_EA),
+            "message": Categorical(self.space.num_symbols, shape=shape_EACP),
         }
         if self.space.num_linear_symbols:
-            symbols = self.space.num_linear_symbols
-            actions["linear_message"] = Categorical(symbols, shape=place)
+            num_symbols = self.space.num_linear_symbols
+            actions["linear_message"] = Categorical(num_symbols, shape=shape_EACP)
         if self.protocol.needs_logits:
-            actions["message_logits"] = Unbounded((*place, self.space.num_symbols))
-            actions["decision_logits"] = Unbounded((*agents, 3))
+            actions["message_logits"] = Unbounded((*shape_EACP, self.space.num_symbols))
+            actions["decision_logits"] = Unbounded((*shape_EA, 3))
         self.action_spec = self._spec({"agents": self._spec(actions)})
-        rewards = self._spec({"reward": Unbounded((*agents, 1))})
+        rewards = self._spec({"reward": Unbounded((*shape_EA, 1))})
         self.reward_spec = self._spec({"agents": rewards})
         flag = Binary(1, shape=(self.num_environments, 1), dtype=torch.bool)
         self.done_spec = self._spec({"done": flag, "terminated": flag.clone()})
@@ -254,8 +272,8 @@ class ProtocolEnvironment(EnvBase):
             frame = self.fresh(self.num_environments)
         else:
             # TorchRL keeps the other rows; here they are filled with the first datapoint.
-            nothing = torch.zeros(self.num_environments, dtype=torch.long, device=self.device)
-            frame = self.renew(self.first_frames(nothing), is_done_E.flatten())
+            first_rows_E = torch.zeros(self.num_environments, dtype=torch.long, device=self.device)
+            frame = self.renew(self.first_frames(first_rows_E), is_done_E.flatten())
         flag = torch.zeros(self.num_environments, 1, dtype=torch.bool, device=self.device)
         content = {**frame, "done": flag, "terminated": flag.clone()}
         return TensorDict(content, batch_size=self.batch_size, device=self.device)
@@ -275,17 +293,11 @@ class ProtocolEnvironment(EnvBase):
         transition = self.advance(frame, moves)
         flag = transition.is_done_E[:, None]
         content = {**transition.observation, "done": flag, "terminated": flag.clone()}
-        following = TensorDict(content, batch_size=self.batch_size, device=self.device)
-        following["agents", "reward"] = transition.step.reward_EA[..., None]
-        return following
+        next_frame = TensorDict(content, batch_size=self.batch_size, device=self.device)
+        next_frame["agents", "reward"] = transition.step.reward_EA[..., None]
+        return next_frame
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
             self.key = (*self.key, seed)
             self.restart()
-
-
-def _spec_of(value: Tensor) -> TensorSpec:
-    if value.dtype == torch.bool:
-        return Binary(value.shape[-1], shape=value.shape, dtype=torch.bool)
-    return Unbounded(value.shape, dtype=value.dtype)

@@ -114,14 +114,17 @@ class AgentBody(nn.Module, ABC):
     def __init__(self, shape: AgentShape) -> None:
         super().__init__()
         self.shape = shape
-        space, rounds, visible = shape.message_space, shape.num_rounds, shape.num_visible
-        symbols = (rounds, visible, space.message_size, space.num_symbols)
-        linear = (rounds, visible, space.message_size, space.num_linear_symbols)
+        space = shape.message_space
+        shape_RVP = (shape.num_rounds, shape.num_visible, space.message_size)
+        shape_RVPS = (*shape_RVP, space.num_symbols)
+        shape_RVPL = (*shape_RVP, space.num_linear_symbols)
+        # Not saved: it follows from the shape.
         self.register_buffer("visible", torch.tensor(shape.visible_channels), persistent=False)
-        self.register_buffer("history_mean", torch.zeros(symbols))
-        self.register_buffer("history_scale", torch.ones(symbols))
-        self.register_buffer("linear_mean", torch.zeros(linear))
-        self.register_buffer("linear_scale", torch.ones(linear))
+        # Saved with the weights, which are trained on standardised histories.
+        self.register_buffer("history_mean", torch.zeros(shape_RVPS))
+        self.register_buffer("history_scale", torch.ones(shape_RVPS))
+        self.register_buffer("linear_mean", torch.zeros(shape_RVPL))
+        self.register_buffer("linear_scale", torch.ones(shape_RVPL))
         self._sees_all = shape.num_visible == shape.num_channels
 
     @abstractmethod
@@ -133,19 +136,17 @@ class AgentBody(nn.Module, ABC):
 
     def history(self, observation: Observation) -> Tensor:
         """Return the visible messages so far, [B, R, V, P, S]."""
-        return (self._visible(observation["message_history"], 2) - self.history_mean) * (
-            self.history_scale
-        )
+        visible_BRVPS = self._select_visible(observation["message_history"], 2)
+        return (visible_BRVPS - self.history_mean) * self.history_scale
 
     def linear_history(self, observation: Observation) -> Tensor:
         """Return the visible linear messages so far, [B, R, V, P, L]."""
-        return (self._visible(observation["linear_message_history"], 2) - self.linear_mean) * (
-            self.linear_scale
-        )
+        visible_BRVPL = self._select_visible(observation["linear_message_history"], 2)
+        return (visible_BRVPL - self.linear_mean) * self.linear_scale
 
     def last_message(self, observation: Observation) -> Tensor:
         """Return the visible messages of the previous round, not standardised, [B, V, P, S]."""
-        return self._visible(observation["message"], 1)
+        return self._select_visible(observation["message"], 1)
 
     def set_statistics(self, histories: Tensor, linear_histories: Tensor | None = None) -> None:
         """Standardise histories to mean 0 and standard deviation 1.
@@ -157,18 +158,23 @@ class AgentBody(nn.Module, ABC):
         linear_histories : Tensor, optional
             Sample of `linear_message_history`.
         """
-        _standardise(self.history_mean, self.history_scale, self._visible(histories, 2))
+        visible_BRVPS = self._select_visible(histories, 2)
+        _standardise(self.history_mean, self.history_scale, visible_BRVPS)
         if linear_histories is not None:
-            _standardise(self.linear_mean, self.linear_scale, self._visible(linear_histories, 2))
+            visible_BRVPL = self._select_visible(linear_histories, 2)
+            _standardise(self.linear_mean, self.linear_scale, visible_BRVPL)
 
-    def _visible(self, messages: Tensor, dim: int) -> Tensor:
+    def _select_visible(self, messages: Tensor, dim: int) -> Tensor:
+        """Return the visible channels of messages, whose channels are the dimension `dim`."""
         return messages if self._sees_all else messages.index_select(dim, self.visible)
 
 
 def _standardise(mean: Tensor, scale: Tensor, sample: Tensor) -> None:
+    """Write the mean and the inverse standard deviation of a sample; 1 where it is constant."""
     std = sample.std(dim=0)
+    is_constant = std < MIN_STD
     mean.copy_(sample.mean(dim=0))
-    scale.copy_(torch.where(std < MIN_STD, torch.ones_like(std), 1 / std.clamp(min=MIN_STD)))
+    scale.copy_(torch.where(is_constant, torch.ones_like(std), 1 / std.clamp(min=MIN_STD)))
 
 
 class AgentPolicyHead(nn.Module, ABC):
@@ -210,15 +216,15 @@ class RandomPolicyHead(AgentPolicyHead):
 
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         space, num_frames = self.shape.message_space, len(observation["round"])
-        place = (num_frames, self.shape.num_visible, space.message_size)
+        shape_BVP = (num_frames, self.shape.num_visible, space.message_size)
         device = observation["round"].device
-        return PolicyOutput(
-            torch.zeros(*place, space.num_symbols, device=device),
-            torch.zeros(num_frames, 3, device=device) if self.shape.has_decision else None,
-            torch.zeros(*place, space.num_linear_symbols, device=device)
-            if space.num_linear_symbols
-            else None,
-        )
+        decision_logits_B3 = linear_logits_BVPL = None
+        if self.shape.has_decision:
+            decision_logits_B3 = torch.zeros(num_frames, 3, device=device)
+        if space.num_linear_symbols:
+            linear_logits_BVPL = torch.zeros(*shape_BVP, space.num_linear_symbols, device=device)
+        message_logits_BVPS = torch.zeros(*shape_BVP, space.num_symbols, device=device)
+        return PolicyOutput(message_logits_BVPS, decision_logits_B3, linear_logits_BVPL)
 
 
 class AgentValueHead(nn.Module, ABC):
@@ -284,8 +290,9 @@ class Agent(nn.Module):
     def policy(self, observation: Observation) -> PolicyOutput:
         """Return the logits of the agent's moves in every frame."""
         assert self.policy_head is not None
-        read = {} if self.policy_body is None else self.policy_body(observation)
-        output: PolicyOutput = self.policy_head(read, observation)
+        # A random agent has no body.
+        representation = {} if self.policy_body is None else self.policy_body(observation)
+        output: PolicyOutput = self.policy_head(representation, observation)
         return output
 
     def policy_and_value(self, observation: Observation) -> tuple[PolicyOutput, Tensor]:
@@ -293,8 +300,10 @@ class Agent(nn.Module):
         assert self.policy_body is not None
         assert self.policy_head is not None
         assert self.value_head is not None
-        read = self.policy_body(observation)
-        return self.policy_head(read, observation), self.value_head(read, observation)
+        representation = self.policy_body(observation)
+        output: PolicyOutput = self.policy_head(representation, observation)
+        values_B: Tensor = self.value_head(representation, observation)
+        return output, values_B
 
     def value(self, observation: Observation) -> Tensor:
         """Return the agent's values, [B]; 0 for an agent without a value function."""
@@ -321,17 +330,19 @@ def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) 
     """Build a network of `num_layers` linear layers with activations between them."""
     sizes = [d_in, *[d_hidden] * (num_layers - 1), d_out]
     layers: list[nn.Module] = []
-    for number, (size, next_size) in enumerate(pairwise(sizes)):
-        layers += [ACTIVATIONS[activation]()] if number else []
+    for size, next_size in pairwise(sizes):
+        if layers:
+            layers.append(ACTIVATIONS[activation]())
         layers.append(nn.Linear(size, next_size))
     return nn.Sequential(*layers)
 
 
 @torch.no_grad()
-def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
+def start_from(network: nn.Sequential, source_network: nn.Sequential) -> None:
     """Copy an `mlp` into a larger one; further inputs are ignored, and further outputs are 0."""
-    layers = [[part for part in net if isinstance(part, nn.Linear)] for net in (network, other)]
-    for target, source in zip(*layers, strict=True):
+    targets = [layer for layer in network if isinstance(layer, nn.Linear)]
+    sources = [layer for layer in source_network if isinstance(layer, nn.Linear)]
+    for target, source in zip(targets, sources, strict=True):
         nn.init.zeros_(target.weight)
         nn.init.zeros_(target.bias)
         num_outputs, num_inputs = source.weight.shape

@@ -131,7 +131,7 @@ class Episode:
             return None
         return next(iter(self.rewards.values()), self.reward)
 
-    def is_right(self, success_reward: float | None) -> bool | None:
+    def is_correct(self, success_reward: float | None) -> bool | None:
         """Return whether the decisive reward is large enough; None if that cannot be known.
 
         Without a `success_reward` it is 1, the most that a reward then may be.
@@ -189,7 +189,9 @@ class Task(ABC):
         self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
     ) -> None:
         self.parameters = parameters
-        self.seed, self.device, self.scenario_dir = seed, device, scenario_dir
+        self.seed = seed
+        self.device = device
+        self.scenario_dir = scenario_dir
 
     @abstractmethod
     def environment(self, split: Split, index: int) -> Environment:
@@ -213,13 +215,14 @@ class Task(ABC):
 
 def environment_of(task: Task, split: Split, index: int) -> Environment:
     """Return a task's environment of a problem."""
-    environment = _called(task, "environment", lambda: task.environment(split, index))
+    environment = _call_hook(task, "environment", lambda: task.environment(split, index))
     if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")):
         raise wrong_result(task, "environment", environment, "an Environment with reset and step")
     columns = getattr(environment, "columns", ())
-    if not isinstance(columns, tuple | list) or not all(
-        isinstance(one, tuple | list) and len(one) == 2 for one in columns
-    ):
+    are_pairs = isinstance(columns, tuple | list) and all(
+        isinstance(column, tuple | list) and len(column) == 2 for column in columns
+    )
+    if not are_pairs:
         raise wrong_result(environment, "columns", columns, "a tuple of pairs (name, value)")
     return environment
 
@@ -231,29 +234,31 @@ def is_stateless(environment: Environment) -> bool:
 
 def opening_of(environment: Environment) -> list[Turn]:
     """Return the first messages of an environment."""
-    messages = _messages(environment, "reset", _called(environment, "reset", environment.reset))
-    if not messages:
-        raise wrong_result(environment, "reset", messages, "at least one message")
-    return messages
+    messages = _call_hook(environment, "reset", environment.reset)
+    turns = _check_messages(environment, "reset", messages)
+    if not turns:
+        raise wrong_result(environment, "reset", turns, "at least one message")
+    return turns
 
 
 def figures_of(environment: Environment) -> dict[str, float]:
     """Return the figures of an episode."""
-    is_of_instance = "figures" in getattr(environment, "__dict__", ())
-    if not is_of_instance and getattr(type(environment), "figures", None) is Environment.figures:
+    has_instance_figures = "figures" in getattr(environment, "__dict__", ())
+    class_figures = getattr(type(environment), "figures", None)
+    if not has_instance_figures and class_figures is Environment.figures:
         # The environment has none, so no code of its own runs.
         return {}
 
-    def numbers() -> dict[str, float]:
+    def read_figures() -> dict[str, float]:
         figures = getattr(environment, "figures", {})
-        return {str(name): float(value) for name, value in figures.items()}
+        return {str(name): float(figure) for name, figure in figures.items()}
 
-    return _called(environment, "figures", numbers)
+    return _call_hook(environment, "figures", read_figures)
 
 
 def reaction_of(environment: Environment, message: str) -> Reaction:
     """Return an environment's response to a message; the reward is a finite float, or None."""
-    reaction = _called(environment, "step", lambda: environment.step(message))
+    reaction = _call_hook(environment, "step", lambda: environment.step(message))
     return checked_reaction(environment, "step", reaction)
 
 
@@ -261,7 +266,7 @@ def close_environment(environment: Environment) -> None:
     """Release the resources of an episode."""
     close = getattr(environment, "close", None)
     if close is not None:
-        _called(environment, "close", close)
+        _call_hook(environment, "close", close)
 
 
 def checked_reaction(owner: object, hook: str, reaction: Any) -> Reaction:
@@ -270,14 +275,17 @@ def checked_reaction(owner: object, hook: str, reaction: Any) -> Reaction:
         raise wrong_result(owner, hook, reaction, "a Reaction")
     if not isinstance(reaction.is_over, bool):
         raise wrong_result(owner, hook, reaction.is_over, "True or False as is_over")
-    messages = _messages(owner, hook, reaction.messages)
-    return Reaction(messages, _reward(owner, hook, reaction.reward), reaction.is_over)
+    messages = _check_messages(owner, hook, reaction.messages)
+    reward = _check_reward(owner, hook, reaction.reward)
+    return Reaction(messages, reward, reaction.is_over)
 
 
 def toolbox_of(task: Task, environment: Environment) -> Toolbox:
     """Return an episode's tools: those of the task and of the environment."""
-    own = getattr(environment, "tools", ())
-    return Toolbox.of([*task.tools, *own], task.tool_use) if task.tools or own else NO_TOOLS
+    environment_tools = getattr(environment, "tools", ())
+    if not task.tools and not environment_tools:
+        return NO_TOOLS
+    return Toolbox.of([*task.tools, *environment_tools], task.tool_use)
 
 
 def reaction_to_calls(
@@ -287,16 +295,16 @@ def reaction_to_calls(
 
     `agent`, a `ConversationAgent`, counts tokens.
     """
-    plain: list[Outcome] = []
-    for one in outcomes:
-        value = one.value
-        if isinstance(value, Reaction):
-            reaction = checked_reaction(environment, "a tool", value)
+    plain_outcomes: list[Outcome] = []
+    for outcome in outcomes:
+        content = outcome.value
+        if isinstance(content, Reaction):
+            reaction = checked_reaction(environment, "a tool", content)
             if reaction.is_over:
                 return reaction, Counter(calls=len(outcomes))
-            value = "\n".join(message.text for message in reaction.messages)
-        plain.append(Outcome(value, one.error))
-    texts, counts = toolbox.texts(plain, agent.num_tokens, agent.room)
+            content = "\n".join(message.text for message in reaction.messages)
+        plain_outcomes.append(Outcome(content, outcome.error))
+    texts, counts = toolbox.texts(plain_outcomes, agent.num_tokens, agent.room)
     return Reaction([Turn("tool", text) for text in texts], is_over=False), counts
 
 
@@ -306,12 +314,13 @@ def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:
         # Its functions and scorers have limits of their own.
         task.rate(episodes)
     else:
-        _called(task, "rate", lambda: task.rate(episodes))
+        _call_hook(task, "rate", lambda: task.rate(episodes))
     for episode in episodes:
-        episode.reward = _reward(task, "rate", episode.reward)
+        episode.reward = _check_reward(task, "rate", episode.reward)
 
 
-def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
+def _call_hook(owner: object, hook: str, call: Callable[[], Value]) -> Value:
+    """Return the result of a hook, which may be a user's code, within its deadline."""
     try:
         with within_deadline(f"{hook} of {type(owner).__name__}"):
             return call()
@@ -324,29 +333,30 @@ def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
         ) from error
 
 
-def _messages(owner: object, hook: str, value: Any) -> list[Turn]:
+def _check_messages(owner: object, hook: str, messages: Any) -> list[Turn]:
     expected = "a list of Turn(role, text), with the role 'user' or 'assistant'"
-    if not isinstance(value, list | tuple) and (
-        isinstance(value, str) or not isinstance(value, Sequence)
-    ):
-        raise wrong_result(owner, hook, value, expected)
-    for message in value:
+    # A text is a sequence, too.
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not is_list:
+        raise wrong_result(owner, hook, messages, expected)
+    for message in messages:
         is_message = isinstance(message, Turn) and isinstance(message.text, str)
         if not is_message or message.role not in get_args(Role):
             raise wrong_result(owner, hook, message, expected)
-    return [Turn(message.role, valid_text(message.text)) for message in value]
+    return [Turn(message.role, valid_text(message.text)) for message in messages]
 
 
-def _reward(owner: object, hook: str, value: Any) -> float | None:
-    if value is None:
+def _check_reward(owner: object, hook: str, reward: Any) -> float | None:
+    if reward is None:
         return None
     try:
-        reward = math.nan if isinstance(value, str | bytes) else float(value)
+        # Python would read a text as a number.
+        number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        reward = math.nan
-    if not math.isfinite(reward):
-        raise wrong_result(owner, hook, value, "a finite reward, or None for no verdict")
-    return reward
+        number = math.nan
+    if not math.isfinite(number):
+        raise wrong_result(owner, hook, reward, "a finite reward, or None for no verdict")
+    return number
 
 
 def wrong_result(owner: object, hook: str, value: object, expected: str) -> TaskError:
@@ -373,15 +383,16 @@ class SeededTask(Task):
         """Problems for selecting the best checkpoint."""
 
     def num_problems(self, split: Split) -> int | None:
-        found: int | None = getattr(self.parameters, f"num_{split}")
-        return found
+        num_problems: int | None = getattr(self.parameters, f"num_{split}")
+        return num_problems
 
     def seed_of(self, split: Split, index: int) -> int:
         """Return the seed of a problem."""
         # Held-out problems do not depend on the run's seed, so that runs are comparable.
         root = self.seed if split == "train" else 0
-        drawn = derive_seed(root, self.parameters.type_name, split, index) % 2**30
-        return len(self.SPLITS) * drawn + self.SPLITS.index(split)
+        seed = derive_seed(root, self.parameters.type_name, split, index) % 2**30
+        # Different remainders make the splits disjoint.
+        return len(self.SPLITS) * seed + self.SPLITS.index(split)
 
 
 class GeneratedTask(Task):
@@ -415,8 +426,10 @@ class GeneratedTask(Task):
 class EnvironmentTask(GeneratedTask):
     """Random problems of a registered environment."""
 
-    def __init__(self, environment_class: type[Environment], parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(
+        self, environment_class: type[Environment], parameters: Any, **options: Any
+    ) -> None:
+        super().__init__(parameters, **options)
         self.environment_class = environment_class
 
     def draw(self, generator: torch.Generator) -> Environment:
@@ -425,8 +438,10 @@ class EnvironmentTask(GeneratedTask):
 
 def split_of(columns: Columns) -> Split:
     """Return the split of a problem: test 15 %, dev 5 %, train 80 %."""
-    place = derive_seed("split", repr(columns)) % 20
-    return "test" if place < 3 else "dev" if place == 3 else "train"
+    twentieth = derive_seed("split", repr(columns)) % 20
+    if twentieth < 3:
+        return "test"
+    return "dev" if twentieth == 3 else "train"
 
 
 def pick(generator: torch.Generator, low: int, high: int) -> int:

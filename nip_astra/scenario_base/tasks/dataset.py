@@ -28,7 +28,7 @@ from nip_astra.scenario_base.tasks.base import (
 from nip_astra.scenario_base.tasks.rewards import (
     RewardParameters,
     WeightedRewards,
-    is_right,
+    is_correct,
 )
 from nip_astra.scorers.base import Scorer, ScorerParameters, build_scorer
 from nip_astra.utils.seeding import derived_generator
@@ -44,21 +44,24 @@ class RowEnvironment(Environment):
     is_stateless = True
 
     def __init__(self, prompt: Prompt, answer: str | None, match: str | None) -> None:
-        self.prompt, self.solution, self.match = prompt, answer, match
-        self.columns, self.row = prompt.columns, prompt.row
+        self.prompt = prompt
+        self.solution = answer
+        self.match = match
+        self.columns = prompt.columns
+        self.row = prompt.row
         self.begins_answer = begins_answer(prompt)
 
     def reset(self) -> Sequence[Turn]:
-        return messages_of(self.prompt)
+        return opening_messages(self.prompt)
 
     def step(self, message: str) -> Reaction:
         if self.match is None or self.solution is None:
             return Reaction(reward=None)
         contains = self.match == "contains"
-        return Reaction(reward=float(is_right(message, self.solution, contains=contains)))
+        return Reaction(reward=float(is_correct(message, self.solution, contains=contains)))
 
 
-def messages_of(prompt: Prompt) -> list[Turn]:
+def opening_messages(prompt: Prompt) -> list[Turn]:
     """Return the messages of a prompt that open the conversation."""
     return list(prompt.messages) or [Turn("user", str(prompt))]
 
@@ -104,8 +107,8 @@ class DatasetTask(Task):
         """Scorer of messages, 0 to 1; the reward is the score. For a custom function:
         `{_type: python, function: path/to/file.py:name}`."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
         self.scorer: Scorer | None = None
         if parameters.reward == "scorer":
             if parameters.scorer is None:
@@ -117,35 +120,39 @@ class DatasetTask(Task):
                 parameters.scorer, device=self.device, scenario_dir=self.scenario_dir
             )
             self.scorers = (self.scorer,)
-        self._rows = self._read()
-        shared = set(self._rows["train"]) & {*self._rows["test"], *self._rows["dev"]}
-        if shared:
+        self._rows = self._read_rows()
+        held_out_prompts = {*self._rows["test"], *self._rows["dev"]}
+        shared_prompts = set(self._rows["train"]) & held_out_prompts
+        if shared_prompts:
             raise DataError(
-                f"training and held-out data share {counted(len(shared), 'problem')}, for instance "
-                f"{_short(min(shared))}. Remove shared ones from one file."
+                f"training and held-out data share {counted(len(shared_prompts), 'problem')}, for "
+                f"instance {_shorten(min(shared_prompts))}. Remove shared ones from one file."
             )
         self.rewards = self._build_rewards()
         self._has_answers = self.scorer is None and self.rewards is None
         if self._has_answers:
+            # A missing answer is reported now, not in the middle of the run.
             for rows in self._rows.values():
                 for row in rows:
-                    self._answer(row)
+                    self._read_answer(row)
 
-    def _read(self) -> dict[str, list[Prompt]]:
+    def _read_rows(self) -> dict[str, list[Prompt]]:
         """Read the rows of each split; holds out a part of train if no other rows are given."""
-        names = {split: getattr(self.parameters, split) for split in ("train", "test", "dev")}
-        rows = {
-            split: [
-                prompt
-                for name in ([given] if isinstance(given, str) else given)
-                for prompt in read_prompts(name, self.scenario_dir, self.parameters.column)
-            ]
-            for split, given in names.items()
-            if given is not None
-        }
+        parameters = self.parameters
+        rows: dict[str, list[Prompt]] = {}
+        for split in ("train", "test", "dev"):
+            references = getattr(parameters, split)
+            if references is None:
+                continue
+            if isinstance(references, str):
+                references = [references]
+            rows[split] = []
+            for reference in references:
+                rows[split] += read_prompts(reference, self.scenario_dir, parameters.column)
         if "test" not in rows:
-            fraction = self.parameters.test_fraction
-            rows["train"], rows["test"] = hold_out(rows["train"], fraction, self.seed)
+            rows["train"], rows["test"] = hold_out(
+                rows["train"], parameters.test_fraction, self.seed
+            )
         rows.setdefault("dev", rows["test"])
         return rows
 
@@ -158,11 +165,13 @@ class DatasetTask(Task):
                 "task.task.reward is functions, but task.task.functions is empty. Set it, for "
                 "instance to {mine: {function: rewards.py:mine}}."
             )
-        names = dict.fromkeys(
-            name for rows in self._rows.values() for row in rows for name in row.row
-        )
+        # A dictionary as a set that keeps its order.
+        column_names: dict[str, None] = {}
+        for rows in self._rows.values():
+            for row in rows:
+                column_names |= dict.fromkeys(row.row)
         rewards = WeightedRewards(
-            functions, tuple(names), device=self.device, scenario_dir=self.scenario_dir
+            functions, tuple(column_names), device=self.device, scenario_dir=self.scenario_dir
         )
         self.scorers = tuple(rewards.scorers.values())
         return rewards
@@ -175,21 +184,22 @@ class DatasetTask(Task):
         row = rows[index % len(rows)]
         if not self._has_answers:
             return RowEnvironment(row, None, None)
-        return RowEnvironment(row, self._answer(row), self.parameters.reward)
+        return RowEnvironment(row, self._read_answer(row), self.parameters.reward)
 
-    def _answer(self, row: Prompt) -> str:
+    def _read_answer(self, row: Prompt) -> str:
         name = self.parameters.answer_column
-        answer = dict(row.columns).get(name)
+        columns = dict(row.columns)
+        answer = columns.get(name)
         if answer is None:
             raise DataError(
-                f"the problem {_short(row)} has no value in a column {name!r}. Its columns: "
-                f"{', '.join(dict(row.columns)) or 'none'}. Set task.task.answer_column, or "
+                f"the problem {_shorten(row)} has no value in a column {name!r}. Its columns: "
+                f"{', '.join(columns) or 'none'}. Set task.task.answer_column, or "
                 "task.task.reward to scorer."
             )
         if self.parameters.reward == "contains" and not str(answer).split():
             raise DataError(
-                f"the answer of the problem {_short(row)} is empty, so every message contains it. "
-                "Add an answer, or set task.task.reward to exact."
+                f"the answer of the problem {_shorten(row)} is empty, so every message contains "
+                "it. Add an answer, or set task.task.reward to exact."
             )
         return str(answer)
 
@@ -199,16 +209,17 @@ class DatasetTask(Task):
         for split, rows in self._rows.items():
             for row in rows:
                 # A token has at least one byte, except for those of a chat template.
+                is_certainly_short = len(str(row).encode(errors="replace")) <= room // 2
                 # Messages must suit the chat template, too.
-                if not row.messages and len(str(row).encode(errors="replace")) <= room // 2:
+                if is_certainly_short and not row.messages:
                     continue
-                turns = policy.tokenize(messages_of(row))
+                turns = policy.tokenize(opening_messages(row))
                 try:
                     policy.fit(turns, is_begun=begins_answer(row))
                 except ContextLengthError as error:
+                    source = getattr(self.parameters, split) or "dev"
                     raise DataError(
-                        f"the problem {_short(row)} of {getattr(self.parameters, split) or 'dev'} "
-                        f"is too long: {error}"
+                        f"the problem {_shorten(row)} of {source} is too long: {error}"
                     ) from error
 
     def rate(self, episodes: Sequence[Episode]) -> None:
@@ -219,7 +230,8 @@ class DatasetTask(Task):
             super().rate(episodes)
             return
         exchanges = [episode.exchange() for episode in episodes]
-        for episode, score in zip(episodes, self.scorer.rate(exchanges).scores_N, strict=True):
+        scores_N = self.scorer.rate(exchanges).scores_N
+        for episode, score in zip(episodes, scores_N, strict=True):
             episode.reward = None if score.isnan() else float(score)
 
 
@@ -234,13 +246,16 @@ def hold_out(
     prompts = list(dict.fromkeys(map(str, rows)))
     if len(prompts) < 2 * MIN_HELD_OUT:
         return list(rows), []
-    count = min(max(round(fraction * len(prompts)), MIN_HELD_OUT), MAX_HELD_OUT, len(prompts) - 1)
+    count = max(round(fraction * len(prompts)), MIN_HELD_OUT)
+    count = min(count, MAX_HELD_OUT, len(prompts) - 1)
     order = torch.randperm(len(prompts), generator=derived_generator(seed, "held out"))
-    chosen = {prompts[place] for place in order[:count].tolist()}
-    return [row for row in rows if row not in chosen], [row for row in rows if row in chosen]
+    held_out_prompts = {prompts[index] for index in order[:count].tolist()}
+    train = [row for row in rows if row not in held_out_prompts]
+    held_out = [row for row in rows if row in held_out_prompts]
+    return train, held_out
 
 
-def _short(prompt: str) -> str:
+def _shorten(prompt: str) -> str:
     """Return a prompt for a message, truncated."""
     text = str(prompt)
     return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import JsonValue
@@ -36,34 +36,37 @@ class GymnasiumEnvironment(Environment):
     """One episode of an environment, started with one seed; the reward is the return."""
 
     def __init__(self, make: Callable[[], Any], seed: int) -> None:
-        self._environment, self._seed = make(), seed
+        self._environment = make()
+        self._seed = seed
         self._return = 0.0
         self.columns = (("seed", seed),)
 
     def reset(self) -> Sequence[Turn]:
         self._return = 0.0
-        found = self._environment.reset(seed=self._seed)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise wrong_result(self._environment, "reset", found, "an observation and a dict")
-        return [Turn("user", self._text("reset", found[0]))]
+        result = self._environment.reset(seed=self._seed)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise wrong_result(self._environment, "reset", result, "an observation and a dict")
+        observation, _ = result
+        return [Turn("user", self._require_text("reset", observation))]
 
     def step(self, message: str) -> Reaction:
-        found = self._environment.step(message)
-        if not isinstance(found, tuple) or len(found) != 5:
+        result = self._environment.step(message)
+        if not isinstance(result, tuple) or len(result) != 5:
             expected = "observation, reward, terminated, truncated and a dict"
-            raise wrong_result(self._environment, "step", found, expected)
-        observation, reward, is_terminated, is_truncated, _ = found
+            raise wrong_result(self._environment, "step", result, expected)
+        observation, reward, is_terminated, is_truncated, _ = result
         self._return += float(reward)
         if is_terminated or is_truncated:
             return Reaction(reward=self._return)
-        return Reaction([Turn("user", self._text("step", observation))], is_over=False)
+        text = self._require_text("step", observation)
+        return Reaction([Turn("user", text)], is_over=False)
 
     def close(self) -> None:
         close = getattr(self._environment, "close", None)
         if close is not None:
             close()
 
-    def _text(self, hook: str, observation: Any) -> str:
+    def _require_text(self, hook: str, observation: Any) -> str:
         if not isinstance(observation, str):
             raise wrong_result(self._environment, hook, observation, "a text as observation")
         return observation
@@ -80,13 +83,13 @@ class TextArenaGame:
     def __init__(self, name: str, **arguments: Any) -> None:
         textarena = import_extra("textarena", f"the game {name!r}", "textarena")
         self._name, self._seen = name, ""
-        self._states = _states_of(0)
+        self._states = _seed_states(0)
         with self._own_draws(), self._refusing():
             self._game = textarena.make(name, **arguments)
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         self._seen, seed = "", seed % 2**32
-        self._states = _states_of(seed)
+        self._states = _seed_states(seed)
         with self._own_draws(), self._refusing():
             self._game.reset(num_players=1, seed=seed)
             return self._news(), {}
@@ -119,20 +122,38 @@ class TextArenaGame:
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
+        """Let the block draw from this game's states of the global generators."""
+        # The generators are the process's, so one game draws at a time.
         with self._lock:
-            others = random.getstate(), np.random.get_state()
-            random.setstate(self._states[0])
-            np.random.set_state(self._states[1])
+            process_states = _read_states()
+            _set_states(self._states)
             try:
                 yield
             finally:
-                self._states = random.getstate(), np.random.get_state()
-                random.setstate(others[0])
-                np.random.set_state(others[1])
+                self._states = _read_states()
+                _set_states(process_states)
 
 
-def _states_of(seed: int) -> tuple[Any, Any]:
-    return random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+class _GeneratorStates(NamedTuple):
+    """States of the global generators of Python and NumPy."""
+
+    python: Any
+    numpy: Any
+
+
+def _seed_states(seed: int) -> _GeneratorStates:
+    python = random.Random(seed).getstate()
+    numpy = np.random.RandomState(seed).get_state()
+    return _GeneratorStates(python, numpy)
+
+
+def _read_states() -> _GeneratorStates:
+    return _GeneratorStates(random.getstate(), np.random.get_state())
+
+
+def _set_states(states: _GeneratorStates) -> None:
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
 
 
 @register_task(TaskType.GYMNASIUM)
@@ -153,13 +174,14 @@ class GymnasiumTask(SeededTask):
         arguments: dict[str, JsonValue] = {}
         """Keyword arguments of the class."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
-        self._maker = _maker(parameters.environment, self.scenario_dir)
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self._maker = _find_maker(parameters.environment, self.scenario_dir)
         try:
-            first = self._make()
-            if isinstance(first, TextArenaGame):
-                first.reset(seed=0)
+            # One is made at once, so that faults are reported before the run.
+            example = self._make()
+            if isinstance(example, TextArenaGame):
+                example.reset(seed=0)
         except NipAstraError:
             raise
         except Exception as error:  # of the environment's own code
@@ -168,13 +190,13 @@ class GymnasiumTask(SeededTask):
                 "task.task.arguments, or fix its class."
             ) from error
         for name in ("observation_space", "action_space"):
-            space = type(getattr(first, name, None)).__name__
+            space = type(getattr(example, name, None)).__name__
             if space not in ("Text", "NoneType"):
                 raise ConfigurationError(
                     f"the {name} of {parameters.environment} is {space}. A language model needs "
                     "texts: use gymnasium.spaces.Text, or wrap the environment."
                 )
-        close_environment(first)
+        close_environment(example)
 
     def environment(self, split: Split, index: int) -> GymnasiumEnvironment:
         return GymnasiumEnvironment(self._make, self.seed_of(split, index))
@@ -183,11 +205,13 @@ class GymnasiumTask(SeededTask):
         return self._maker(**self.parameters.arguments)
 
 
-def _maker(name: str, scenario_dir: Path | None) -> Callable[..., Any]:
+def _find_maker(name: str, scenario_dir: Path | None) -> Callable[..., Any]:
+    """Return the function that makes environments of a name, from keyword arguments."""
     if name.startswith(TEXTARENA):
         return partial(TextArenaGame, name.removeprefix(TEXTARENA))
     if ":" in name:
-        return find_function(name, scenario_dir)[1]
+        _, environment_class = find_function(name, scenario_dir)
+        return environment_class
     gymnasium = import_extra("gymnasium", f"the environment {name!r}", "gymnasium")
 
     def make(**arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -41,10 +41,12 @@ class ArithmeticEnvironment(Environment):
     @classmethod
     def draw(cls, parameters: Any, generator: torch.Generator) -> ArithmeticEnvironment:
         levels = parameters.levels
-        return problem_of(levels[pick(generator, 0, len(levels) - 1)], generator)
+        level = levels[pick(generator, 0, len(levels) - 1)]
+        return draw_arithmetic_problem(level, generator)
 
     def __init__(self, problem: str, answer: int) -> None:
-        self.problem, self.answer = problem, answer
+        self.problem = problem
+        self.answer = answer
         self.solution = str(answer)
         self.columns = (("problem", problem), ("answer", answer))
 
@@ -53,13 +55,15 @@ class ArithmeticEnvironment(Environment):
 
     def step(self, message: str) -> Reaction:
         number = re.fullmatch(r"\s*(-?\d{1,18})\s*", message, flags=re.ASCII)
-        return Reaction(reward=float(number is not None and int(number[1]) == self.answer))
+        is_answer = number is not None and int(number[1]) == self.answer
+        return Reaction(reward=float(is_answer))
 
 
-def problem_of(level: int, generator: torch.Generator) -> ArithmeticEnvironment:
+def draw_arithmetic_problem(level: int, generator: torch.Generator) -> ArithmeticEnvironment:
     """Return a problem of a level, from 1 to 6."""
     largest = {1: 9, 2: 49, 3: 49, 4: 9, 5: 999}.get(level, 9)
-    a, b = pick(generator, 0, largest), pick(generator, 0, largest)
+    a = pick(generator, 0, largest)
+    b = pick(generator, 0, largest)
     if level in (1, 2, 5):
         return ArithmeticEnvironment(f"{a}+{b}", a + b)
     if level == 3:
@@ -95,97 +99,119 @@ class CountdownEnvironment(Environment):
     @classmethod
     def draw(cls, parameters: Any, generator: torch.Generator) -> CountdownEnvironment:
         numbers = [pick(generator, 1, parameters.most) for _ in range(parameters.num_numbers)]
-        order = [numbers[i] for i in torch.randperm(len(numbers), generator=generator).tolist()]
-        text = "".join(f"{'+-*'[pick(generator, 0, 2)]}{number}" for number in order)[1:]
-        parsed = value_of(text)
+        # The target is that of a random expression, so that a solution exists.
+        order = torch.randperm(len(numbers), generator=generator).tolist()
+        expression = ""
+        for index in order:
+            operator = "+-*"[pick(generator, 0, 2)]
+            expression += f"{operator}{numbers[index]}"
+        # Without the first operator.
+        expression = expression[1:]
+        parsed = parse_expression(expression)
         assert parsed is not None
-        return cls(numbers, parsed[0], text, valid_reward=parameters.valid_reward)
+        return cls(numbers, parsed.value, expression, valid_reward=parameters.valid_reward)
 
     def __init__(
         self, numbers: Sequence[int], target: int, solution: str, *, valid_reward: float
     ) -> None:
-        self.numbers, self.target = list(numbers), target
+        self.numbers = list(numbers)
+        self.target = target
         self.solution = solution
         self.valid_reward = valid_reward
-        self.columns = (("numbers", " ".join(map(str, sorted(numbers)))), ("target", target))
+        # Sorted: the order of the numbers makes no other problem.
+        sorted_numbers = " ".join(map(str, sorted(numbers)))
+        self.columns = (("numbers", sorted_numbers), ("target", target))
 
     def reset(self) -> Sequence[Turn]:
         numbers = " ".join(map(str, self.numbers))
         return [Turn("user", f"make {self.target} from {numbers}")]
 
     def step(self, message: str) -> Reaction:
-        parsed = value_of(message)
-        if parsed is None or Counter(parsed[1]) != Counter(self.numbers):
+        parsed = parse_expression(message)
+        if parsed is None or Counter(parsed.numbers) != Counter(self.numbers):
             return Reaction(reward=0.0)
-        return Reaction(reward=1.0 if parsed[0] == self.target else self.valid_reward)
+        return Reaction(reward=1.0 if parsed.value == self.target else self.valid_reward)
 
 
-def value_of(text: str) -> tuple[int, list[int]] | None:
+class Expression(NamedTuple):
+    """A parsed expression."""
+
+    value: int
+    numbers: list[int]
+    """Its numbers, in order."""
+
+
+def parse_expression(text: str) -> Expression | None:
     """Return value and numbers of an expression of +, -, * and brackets, or None if it is invalid.
 
     The expression is parsed, never executed.
     """
     text = text.strip()
     terms = _TERM.findall(text)
-    if not terms or len(text) > MAX_LENGTH or "".join(terms) != text.replace(" ", ""):
+    has_other_characters = "".join(terms) != text.replace(" ", "")
+    if not terms or len(text) > MAX_LENGTH or has_other_characters:
         return None
     try:
-        value = _Parser(terms).whole()
+        value = _Parser(terms).parse()
     except (ValueError, IndexError, RecursionError):
         return None
-    return value, [int(term) for term in terms if term.isdecimal()]
+    numbers = [int(term) for term in terms if term.isdecimal()]
+    return Expression(value, numbers)
 
 
 @register_tool("calculator")
 def calculator(expression: str) -> str:
     """Value of an expression of whole numbers with +, -, * and brackets."""
-    parsed = value_of(expression)
+    parsed = parse_expression(expression)
     if parsed is None:
         raise ValueError(f"{expression[:40]!r} is not an expression of whole numbers")
-    return str(parsed[0])
+    return str(parsed.value)
 
 
 class _Parser:
     """Parser of sums of products, from left to right."""
 
     def __init__(self, terms: Sequence[str]) -> None:
-        self.terms, self.place = terms, 0
+        self.terms = terms
+        self.position = 0
 
-    def whole(self) -> int:
-        value = self._sum()
-        if self.place != len(self.terms):
+    def parse(self) -> int:
+        """Return the value of the whole expression."""
+        total = self._parse_sum()
+        if self.position != len(self.terms):
             raise ValueError("something follows the expression")
-        return value
+        return total
 
-    def _next(self) -> str:
-        return self.terms[self.place] if self.place < len(self.terms) else ""
-
-    def _sum(self) -> int:
-        value = self._product()
-        while self._next() in ("+", "-"):
-            sign = 1 if self._take() == "+" else -1
-            value += sign * self._product()
-        return value
-
-    def _product(self) -> int:
-        value = self._number()
-        while self._next() == "*":
-            self._take()
-            value *= self._number()
-        return value
-
-    def _number(self) -> int:
-        term = self._take()
-        if term == "(":
-            value = self._sum()
-            if self._take() != ")":
-                raise ValueError("a bracket is not closed")
-            return value
-        return int(term)
+    def _peek(self) -> str:
+        return self.terms[self.position] if self.position < len(self.terms) else ""
 
     def _take(self) -> str:
-        self.place += 1
-        return self.terms[self.place - 1]
+        term = self.terms[self.position]
+        self.position += 1
+        return term
+
+    def _parse_sum(self) -> int:
+        total = self._parse_product()
+        while self._peek() in ("+", "-"):
+            sign = 1 if self._take() == "+" else -1
+            total += sign * self._parse_product()
+        return total
+
+    def _parse_product(self) -> int:
+        product = self._parse_number()
+        while self._peek() == "*":
+            self._take()
+            product *= self._parse_number()
+        return product
+
+    def _parse_number(self) -> int:
+        term = self._take()
+        if term != "(":
+            return int(term)
+        total = self._parse_sum()
+        if self._take() != ")":
+            raise ValueError("a bracket is not closed")
+        return total
 
 
 @register_environment(TaskType.GUESS_NUMBER)
@@ -213,28 +239,35 @@ class GuessNumberEnvironment(Environment):
         return cls(hidden, start, parameters.most, parameters.max_turns)
 
     def __init__(self, hidden: int, start: int, most: int, max_turns: int) -> None:
-        self.hidden, self.start, self.most, self.max_turns = hidden, start, most, max_turns
+        self.hidden = hidden
+        self.start = start
+        self.range_size = most
+        self.max_turns = max_turns
         self.num_turns = 0
         self.columns = (("hidden", hidden), ("start", start), ("most", most))
 
     def reset(self) -> Sequence[Turn]:
         self.num_turns = 0
-        return [Turn("user", f"guess {self.start} to {self.start + self.most - 1}")]
+        last = self.start + self.range_size - 1
+        return [Turn("user", f"guess {self.start} to {last}")]
 
     def step(self, message: str) -> Reaction:
         self.num_turns += 1
-        guess = re.fullmatch(r"\s*(\d{1,9})\s*", message, flags=re.ASCII)
-        if guess is not None and int(guess[1]) == self.hidden:
+        match = re.fullmatch(r"\s*(\d{1,9})\s*", message, flags=re.ASCII)
+        guess = None if match is None else int(match[1])
+        if guess == self.hidden:
             return Reaction(reward=1 - (self.num_turns - 1) / (2 * self.max_turns))
         if self.num_turns == self.max_turns:
             return Reaction(reward=0.0)
-        hint = "number?" if guess is None else "higher" if int(guess[1]) < self.hidden else "lower"
+        hint = "number?"
+        if guess is not None:
+            hint = "higher" if guess < self.hidden else "lower"
         return Reaction([Turn("user", hint)], is_over=False)
 
 
 VOWELS = "aeiou"
-STARTS = (*"bcdfghjklmnprstvwz", *("bl", "br", "ch", "cl", "dr", "fl", "gr", "pl", "sh", "st"), "")
-ENDS = (*"bdgklmnprst", "", "")
+STARTS = [*"bcdfghjklmnprstvwz", "bl", "br", "ch", "cl", "dr", "fl", "gr", "pl", "sh", "st", ""]
+ENDS = [*"bdgklmnprst", "", ""]
 
 
 @register_environment(TaskType.PIG_LATIN)
@@ -258,10 +291,11 @@ class PigLatinEnvironment(Environment):
 
     @classmethod
     def draw(cls, parameters: Any, generator: torch.Generator) -> PigLatinEnvironment:
-        counts = (
-            pick(generator, 1, parameters.most_syllables) for _ in range(parameters.num_words)
-        )
-        return cls(["".join(_syllable(generator) for _ in range(count)) for count in counts])
+        words = []
+        for _ in range(parameters.num_words):
+            num_syllables = pick(generator, 1, parameters.most_syllables)
+            words.append("".join(_draw_syllable(generator) for _ in range(num_syllables)))
+        return cls(words)
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -272,18 +306,25 @@ class PigLatinEnvironment(Environment):
         return [Turn("user", " ".join(self.words))]
 
     def step(self, message: str) -> Reaction:
-        words, right = message.split(), str(self.solution).split()
-        num_right = sum(a == b for a, b in zip(words, right, strict=False))
-        return Reaction(reward=num_right / len(right) if len(words) == len(right) else 0.0)
+        words = message.split()
+        correct_words = str(self.solution).split()
+        if len(words) != len(correct_words):
+            return Reaction(reward=0.0)
+        num_correct = sum(
+            word == correct for word, correct in zip(words, correct_words, strict=True)
+        )
+        return Reaction(reward=num_correct / len(correct_words))
 
 
 def pig_latin(word: str) -> str:
     """Return a lower-case word in Pig Latin; a word without a vowel gets "ay"."""
-    place = next((i for i, letter in enumerate(word) if letter in VOWELS), 0)
-    is_vowel = word[:1] in (*VOWELS,)
-    return word[place:] + word[:place] + ("way" if is_vowel else "ay")
+    vowel_positions = [index for index, letter in enumerate(word) if letter in VOWELS]
+    first_vowel = vowel_positions[0] if vowel_positions else 0
+    begins_with_vowel = bool(vowel_positions) and first_vowel == 0
+    suffix = "way" if begins_with_vowel else "ay"
+    return word[first_vowel:] + word[:first_vowel] + suffix
 
 
-def _syllable(generator: torch.Generator) -> str:
-    parts = (STARTS, VOWELS, ENDS)
-    return "".join(part[pick(generator, 0, len(part) - 1)] for part in parts)
+def _draw_syllable(generator: torch.Generator) -> str:
+    parts = [sounds[pick(generator, 0, len(sounds) - 1)] for sounds in (STARTS, VOWELS, ENDS)]
+    return "".join(parts)

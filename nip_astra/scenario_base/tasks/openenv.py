@@ -8,10 +8,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
+from nip_astra.call_outcomes import kept_outcome
 from nip_astra.errors import (
     ConfigurationError,
     ServiceBusyError,
@@ -72,6 +74,14 @@ class RejectedActionError(ValueError):
 
 class MalformedResultError(ValueError):
     """The environment's answer to a reset or a step is no result."""
+
+
+_KEPT_ERRORS: Mapping[str, type[Exception]] = {
+    "rejected": RejectedActionError,
+    "malformed": MalformedResultError,
+    "unreachable": ServiceUnreachableError,
+}
+"""Errors of a step that end or continue the episode, by the names under which they are kept."""
 
 
 def _checked_result(observation: Any, reward: Any, done: Any) -> Result:
@@ -223,9 +233,10 @@ class OpenEnvEnvironment(Environment):
         self.figures = Counter(rejected_actions=0, lost=0, malformed=0)
         self._session: Any = None
         self._return: float | None = None
+        self._unsent: list[str] = []
 
     def reset(self) -> Sequence[Turn]:
-        self._session, self._return = self._open(), None
+        self._session, self._return, self._unsent = self._open(), None, []
         try:
             return [self._message(self._session.reset(self._seed))]
         except MalformedResultError as error:
@@ -236,7 +247,7 @@ class OpenEnvEnvironment(Environment):
 
     def step(self, message: str) -> Reaction:
         try:
-            result = self._session.step({self._fields.action: message})
+            result = self._kept_result(message)
         except RejectedActionError as error:
             self.figures["rejected_actions"] += 1
             return Reaction([Turn("user", f"Error: {error}"[:300])], is_over=False)
@@ -253,6 +264,33 @@ class OpenEnvEnvironment(Environment):
             return Reaction([self._message(result)], is_over=False)
         except MalformedResultError as error:
             return self._end_malformed(error)
+
+    def _kept_result(self, message: str) -> Result:
+        """Return the result of a step, in a resumed run that of before.
+
+        The session then lags behind the episode, until a step follows that is not kept.
+        """
+        is_sent = False
+
+        def send() -> list[Any]:
+            nonlocal is_sent
+            is_sent = True
+            while self._unsent:
+                with suppress(RejectedActionError, MalformedResultError):
+                    self._session.step({self._fields.action: self._unsent.pop(0)})
+            try:
+                return ["result", *self._session.step({self._fields.action: message})]
+            except tuple(_KEPT_ERRORS.values()) as error:
+                kind = next(name for name, cls in _KEPT_ERRORS.items() if isinstance(error, cls))
+                return [kind, str(error)]
+
+        # Whether a server answers within `timeout_seconds` depends on its load.
+        kind, *values = kept_outcome("environment", [self._seed, message], send)
+        if not is_sent:
+            self._unsent.append(message)
+        if kind in _KEPT_ERRORS:
+            raise _KEPT_ERRORS[kind](*values)
+        return Result(*values)
 
     def _end_malformed(self, error: MalformedResultError) -> Reaction:
         """Count the episode, which ends without a reward."""

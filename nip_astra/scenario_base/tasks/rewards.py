@@ -51,7 +51,7 @@ def register_reward(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return REWARDS.register(name)
 
 
-def is_right(completion: str, answer: str, *, contains: bool = False) -> bool:
+def is_correct(completion: str, answer: str, *, contains: bool = False) -> bool:
     """Return whether a completion equals, or contains, an answer, up to whitespace."""
     text, expected = " ".join(completion.split()), " ".join(answer.split())
     return expected in text if contains else expected == text
@@ -63,7 +63,7 @@ def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[f
 
     None for a row without an answer.
     """
-    return _compared(completions, answer, contains=False)
+    return _compare_answers(completions, answer, contains=False)
 
 
 @register_reward("contains")
@@ -72,19 +72,23 @@ def contains(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> lis
 
     None for a row without an answer.
     """
-    return _compared(completions, answer, contains=True)
+    return _compare_answers(completions, answer, contains=True)
 
 
-def _compared(
+def _compare_answers(
     completions: Sequence[Any], answers: Sequence[Any], *, contains: bool
 ) -> list[float | None]:
-    return [
-        None if answer is None else float(is_right(text_of(one), str(answer), contains=contains))
-        for one, answer in zip(completions, answers, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        if answer is None:
+            rewards.append(None)
+        else:
+            text = read_text(completion)
+            rewards.append(float(is_correct(text, str(answer), contains=contains)))
+    return rewards
 
 
-def text_of(completion: Any) -> str:
+def read_text(completion: Any) -> str:
     """Return the text of a completion, plain or conversational."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
@@ -116,49 +120,46 @@ class WeightedRewards:
         device: torch.device,
         scenario_dir: Path | None,
     ) -> None:
-        self.weights = {name: one.weight for name, one in parameters.items()}
+        self.weights = {name: reward.weight for name, reward in parameters.items()}
         self.scorers: dict[str, Scorer] = {}
         self._functions: dict[str, UserFunction] = {}
         self._columns = tuple(column_names)
         # Clients that a function keeps belong to the loop of their first use.
         self._loop = BackgroundLoop()
-        for name, one in parameters.items():
-            if (one.function is None) is (one.scorer is None):
+        for name, reward in parameters.items():
+            if (reward.function is None) is (reward.scorer is None):
                 raise ConfigurationError(
                     f"the reward {name!r} needs either a function or a scorer. Set "
                     f"task.task.functions.{name}.function to file.py:function, or .scorer."
                 )
-            if one.scorer is not None:
+            if reward.scorer is not None:
                 self.scorers[name] = build_scorer(
-                    one.scorer, device=device, scenario_dir=scenario_dir
+                    reward.scorer, device=device, scenario_dir=scenario_dir
                 )
             else:
-                assert one.function is not None
-                self._functions[name] = self._checked(one.function, scenario_dir)
+                assert reward.function is not None
+                self._functions[name] = self._load_function(reward.function, scenario_dir)
 
-    def _checked(self, reference: str, scenario_dir: Path | None) -> UserFunction:
-        is_name = ":" not in reference
-        function = UserFunction(
-            reference, scenario_dir, REWARDS.get(reference) if is_name else None
-        )
-        hidden = [
-            name
-            for name in self._columns
-            if name in (*_ARGUMENTS, *_LOGGERS) and function.takes(name)
-        ]
-        if hidden and not is_name:
+    def _load_function(self, reference: str, scenario_dir: Path | None) -> UserFunction:
+        """Load a reward function, and check that it gets every argument that it requires."""
+        is_registered = ":" not in reference
+        registered = REWARDS.get(reference) if is_registered else None
+        function = UserFunction(reference, scenario_dir, registered)
+        reserved = (*_ARGUMENTS, *_LOGGERS)
+        hidden = [name for name in self._columns if name in reserved and function.takes(name)]
+        if hidden and not is_registered:
             logger.warning(
                 "the columns %s of the data do not reach the reward function %r: arguments of "
                 "these names are the framework's own. Rename the columns to read them.",
                 ", ".join(hidden),
                 reference,
             )
-        known = {*_ARGUMENTS, *_LOGGERS, *self._columns}
-        unknown = [name for name in function.required if name not in known]
+        available = (*reserved, *self._columns)
+        unknown = [name for name in function.required if name not in available]
         if unknown:
             raise ConfigurationError(
                 f"the reward function {reference!r} needs {', '.join(unknown)}. It may take "
-                f"{', '.join((*_ARGUMENTS, *_LOGGERS, *self._columns))}."
+                f"{', '.join(available)}."
             )
         return function
 
@@ -172,66 +173,89 @@ class WeightedRewards:
         """
         if not episodes:
             return
-        arguments = self._arguments(episodes, progress)
-        started: dict[str, Any] = {}
+        rewards = self._call_functions(episodes, progress)
+        if self.scorers:
+            exchanges = [episode.exchange() for episode in episodes]
+            for name, scorer in self.scorers.items():
+                scores = scorer.rate(exchanges).scores_N.tolist()
+                rewards[name] = [None if math.isnan(score) else score for score in scores]
+        for index, episode in enumerate(episodes):
+            episode.rewards = {name: rewards[name][index] for name in self.weights}
+            weighted = [
+                self.weights[name] * reward
+                for name, reward in episode.rewards.items()
+                if reward is not None
+            ]
+            episode.reward = sum(weighted) if weighted else None
+
+    def _call_functions(
+        self, episodes: Sequence[Episode], progress: TrainingProgress
+    ) -> dict[str, list[float | None]]:
+        """Return the results of each reward function, one per episode."""
+        arguments = self._build_arguments(episodes, progress)
+        results: dict[str, Any] = {}
         for name, function in self._functions.items():
             with _naming(name), within_deadline(f"the reward function {name!r}"):
-                started[name] = function.call(arguments)
-        waiting = {name: result for name, result in started.items() if inspect.isawaitable(result)}
-        if waiting:
-            names = f"a reward function of {', '.join(waiting)}"
+                results[name] = function.call(arguments)
+        # Asynchronous functions run together.
+        pending = {name: result for name, result in results.items() if inspect.isawaitable(result)}
+        if pending:
+            names = f"a reward function of {', '.join(pending)}"
             with process_state_kept(names), within_deadline(names):
-                results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
-            started |= zip(waiting, results, strict=True)
-        values = {name: _checked_values(name, one, len(episodes)) for name, one in started.items()}
-        exchanges = [one.exchange() for one in episodes] if self.scorers else []
-        for name, scorer in self.scorers.items():
-            scores = scorer.rate(exchanges).scores_N.tolist()
-            values[name] = [None if math.isnan(score) else score for score in scores]
-        for index, episode in enumerate(episodes):
-            episode.rewards = {name: values[name][index] for name in self.weights}
-            known = [(self.weights[n], v) for n, v in episode.rewards.items() if v is not None]
-            episode.reward = sum(weight * value for weight, value in known) if known else None
+                results |= self._loop.run(_await_all(pending))
+        return {
+            name: _check_rewards(name, result, len(episodes)) for name, result in results.items()
+        }
 
-    def _arguments(self, episodes: Sequence[Episode], progress: TrainingProgress) -> dict[str, Any]:
+    def _build_arguments(
+        self, episodes: Sequence[Episode], progress: TrainingProgress
+    ) -> dict[str, Any]:
+        """Return the arguments by name, as TRL passes them."""
         prompts: list[Any] = []
         completions: list[Any] = []
-        for one in episodes:
-            *opening, answer = one.messages
-            given = getattr(one.environment, "prompt", opening[-1].text if opening else "")
-            messages = getattr(given, "messages", ())
-            plain = [_message_of(message) for message in messages]
-            prompts.append(plain or str(given))
-            completions.append([_message_of(answer)] if plain else answer.text)
-        rows = [getattr(one.environment, "row", dict(one.environment.columns)) for one in episodes]
+        rows: list[Mapping[str, Any]] = []
+        for episode in episodes:
+            *opening, answer = episode.messages
+            environment = episode.environment
+            prompt = getattr(environment, "prompt", opening[-1].text if opening else "")
+            messages = [_to_openai(message) for message in getattr(prompt, "messages", ())]
+            if messages:
+                prompts.append(messages)
+                completions.append([_to_openai(answer)])
+            else:
+                prompts.append(str(prompt))
+                completions.append(answer.text)
+            rows.append(getattr(environment, "row", dict(environment.columns)))
 
         def log_metric(name: str, value: float) -> None:
             episodes[0].logged.append((str(name), float(value)))
 
-        def log_extra(name: str, values: Sequence[Any]) -> None:
-            for one, value in zip(episodes, values, strict=True):
-                one.extra[str(name)] = json.loads(json.dumps(value, default=_plain))
+        def log_extra(name: str, column: Sequence[Any]) -> None:
+            for episode, cell in zip(episodes, column, strict=True):
+                episode.extra[str(name)] = json.loads(json.dumps(cell, default=_plain))
 
+        columns = {name: [row.get(name) for row in rows] for name in self._columns}
         return {
-            **{name: [row.get(name) for row in rows] for name in self._columns},
+            **columns,
             "prompts": prompts,
             "completions": completions,
-            "reasonings": [one.messages[-1].reasoning for one in episodes],
-            "completion_ids": [list(one.completion_ids) for one in episodes],
+            "reasonings": [episode.messages[-1].reasoning for episode in episodes],
+            "completion_ids": [list(episode.completion_ids) for episode in episodes],
             "trainer_state": _trainer_state(progress),
             "log_metric": log_metric,
             "log_extra": log_extra,
         }
 
 
-def _message_of(turn: Turn) -> dict[str, Any]:
+def _to_openai(turn: Turn) -> dict[str, Any]:
     """Return a turn as a message in OpenAI's form, with reasoning and calls if it has them."""
     message: dict[str, Any] = {"role": turn.role, "content": turn.text}
     if turn.reasoning is not None:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
-        calls = enumerate(turn.calls)
-        message["tool_calls"] = [call.as_message_part(f"call_{place}") for place, call in calls]
+        message["tool_calls"] = [
+            call.as_message_part(f"call_{index}") for index, call in enumerate(turn.calls)
+        ]
     return message
 
 
@@ -260,35 +284,37 @@ def _naming(name: str) -> Iterator[None]:
         ) from error
 
 
-async def _named(name: str, result: Awaitable[Any]) -> Any:
+async def _await_all(pending: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
+    """Return the results of asynchronous reward functions by name."""
+
+    async def await_named(name: str, result: Awaitable[Any]) -> Any:
+        with _naming(name):
+            return await result
+
+    results = await asyncio.gather(*(await_named(*item) for item in pending.items()))
+    return dict(zip(pending, results, strict=True))
+
+
+def _check_rewards(name: str, result: Any, count: int) -> list[float | None]:
     with _naming(name):
-        return await result
-
-
-async def _all_of(results: Sequence[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*results))
-
-
-def _checked_values(name: str, values: Any, count: int) -> list[float | None]:
-    with _naming(name):
-        found = list(values)
-    if len(found) != count:
+        rewards = list(result)
+    if len(rewards) != count:
         raise TaskError(
-            f"the reward function {name!r} returned {counted(len(found), 'value')} for "
+            f"the reward function {name!r} returned {counted(len(rewards), 'value')} for "
             f"{counted(count, 'completion')}. Return one for each."
         )
-    return [None if value is None else _checked_value(name, value) for value in found]
+    return [None if reward is None else _check_reward(name, reward) for reward in rewards]
 
 
-def _checked_value(name: str, value: Any) -> float:
+def _check_reward(name: str, reward: Any) -> float:
     try:
-        number = float(value)
+        number = float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number):
         raise TaskError(
-            f"the reward function {name!r} returned {str(value)[:80]!r}. Return finite numbers, or "
-            "None where it does not apply."
+            f"the reward function {name!r} returned {str(reward)[:80]!r}. Return finite numbers, "
+            "or None where it does not apply."
         )
     return number
 
@@ -299,17 +325,18 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     `rewards/<name>/mean` and `/std` over the episodes to which the reward applies, the means of
     logged metrics under their own names, `environment/<name>` of environments, and `tool_figures`.
     """
-    values: dict[str, list[float]] = {}
-    logged: dict[str, list[float]] = {}
+    rewards_by_name: dict[str, list[float]] = {}
+    logged_by_name: dict[str, list[float]] = {}
     for episode in episodes:
-        for name, value in episode.rewards.items():
-            if value is not None:
-                values.setdefault(name, []).append(value)
-        named = [(f"environment/{name}", value) for name, value in episode.figures.items()]
-        for name, value in (*episode.logged, *named):
-            logged.setdefault(name, []).append(value)
-    figures = {name: fmean(some) for name, some in logged.items()}
-    for name, some in values.items():
-        figures[f"rewards/{name}/mean"] = fmean(some)
-        figures[f"rewards/{name}/std"] = stdev(some) if len(some) > 1 else 0.0
+        for name, reward in episode.rewards.items():
+            if reward is not None:
+                rewards_by_name.setdefault(name, []).append(reward)
+        for name, metric in episode.logged:
+            logged_by_name.setdefault(name, []).append(metric)
+        for name, figure in episode.figures.items():
+            logged_by_name.setdefault(f"environment/{name}", []).append(figure)
+    figures = {name: fmean(metrics) for name, metrics in logged_by_name.items()}
+    for name, rewards in rewards_by_name.items():
+        figures[f"rewards/{name}/mean"] = fmean(rewards)
+        figures[f"rewards/{name}/std"] = stdev(rewards) if len(rewards) > 1 else 0.0
     return figures | tool_figures([episode.tool_counts for episode in episodes])

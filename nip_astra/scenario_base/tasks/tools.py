@@ -24,6 +24,7 @@ from jsonschema.validators import validator_for
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
+from nip_astra.call_outcomes import kept_outcome
 from nip_astra.deadlines import within_deadline
 from nip_astra.errors import CallDeadlineError, ConfigurationError, TaskError, describe_error
 from nip_astra.language_models.message_format import MessageFormat
@@ -57,6 +58,9 @@ class Tool:
     environment, a `Reaction`."""
     concurrency: int = 1
     """Calls that may run at once, each in a thread."""
+    keeps_outcomes: bool = False
+    """Whether a resumed run gets the outcomes of earlier calls and does not call again, as it must
+    where a result depends on time. Not for a tool that changes the environment."""
 
     @cached_property
     def described(self) -> str:
@@ -114,9 +118,14 @@ def tool_of(
             f"{fault['msg']}. Options: {', '.join(kind.model_fields) or 'none'}."
         ) from error
     bound = {key: getattr(given, key) for key in given.model_fields_set}
-    concurrency = int(getattr(own, "concurrency", 1))
-    tool_name = name or own.__name__
-    return Tool(tool_name, description, parameters, partial(function, **bound), concurrency)
+    return Tool(
+        name or own.__name__,
+        description,
+        parameters,
+        partial(function, **bound),
+        concurrency=int(getattr(own, "concurrency", 1)),
+        keeps_outcomes=bool(getattr(own, "keeps_outcomes", False)),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -236,7 +245,9 @@ def python(
     return result.stdout
 
 
-python.concurrency = 8  # type: ignore[attr-defined]  # read by tool_of
+# Both are read by tool_of. Whether a program ends within `seconds` depends on the machine's load.
+python.concurrency = 8  # type: ignore[attr-defined]
+python.keeps_outcomes = True  # type: ignore[attr-defined]
 
 
 # ---- calls in an episode
@@ -351,6 +362,14 @@ class Toolbox:
             return Outcome(f"unknown tool {call.name!r}; known: {', '.join(self.tools)}", "unknown")
         if fault := tool.fault_of(call.arguments):
             return Outcome(f"wrong arguments of {tool.name}: {fault}", "arguments")
+        if not tool.keeps_outcomes:
+            return self._call(tool, call)
+        arguments = [tool.name, dict(call.arguments)]
+        return Outcome(*kept_outcome("tool", arguments, lambda: list(self._call(tool, call))))
+
+    @staticmethod
+    def _call(tool: Tool, call: ToolCall) -> Outcome:
+        """Call a tool whose arguments are valid."""
         try:
             with within_deadline(f"the tool {tool.name!r}"):
                 value = tool.function(**call.arguments)

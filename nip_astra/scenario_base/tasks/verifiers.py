@@ -48,43 +48,49 @@ class VerifiersEnvironment(Environment):
     def __init__(self, task: Any, shared: Sequence[Any], loop: BackgroundLoop) -> None:
         from verifiers.v1.state import state_cls
 
-        self.task, self._loop = task, loop
+        self.task = task
+        self._loop = loop
         self._toolsets = task.toolsets(task.config)
-        self.columns = (("key", str(task.key)), ("name", str(task.data.name or task.data.idx)))
+        name = task.data.name or task.data.idx
+        self.columns = (("key", str(task.key)), ("name", str(name)))
         self.state = state_cls(type(task))()
         self._num_opening = 0
-        self.tools = [
-            replace(tool, function=partial(self._call, toolset, tool.function))
-            for toolset in (*shared, *self._toolsets)
-            for tool in tools_of(toolset.__class__)
-        ]
+        tools = []
+        for toolset in (*shared, *self._toolsets):
+            for tool in find_tools(toolset.__class__):
+                tools.append(replace(tool, function=partial(self._call, toolset, tool.function)))
+        self.tools = tools
 
     def reset(self) -> Sequence[Turn]:
         """Return the prompt; a system prompt is prepended to its first message, as in verifiers."""
-        self._loop.run(self._set_up())
-        return self._opening(self.task.data.prompt)
 
-    async def _set_up(self) -> None:
-        for toolset in self._toolsets:
-            await toolset.setup()
-            await toolset.setup_task(self.task.data)
+        async def set_up() -> None:
+            for toolset in self._toolsets:
+                await toolset.setup()
+                await toolset.setup_task(self.task.data)
 
-    def _opening(self, prompt: Any) -> list[Turn]:
-        data = self.task.data
-        given = _plain(prompt)
-        system = [text for role, text in given if role == "system"]
-        if data.system_prompt is not None:
-            system.insert(0, data.system_prompt)
-        turns = [[role, text] for role, text in given if role != "system"]
-        if not turns or turns[-1][0] == "assistant":
+        self._loop.run(set_up())
+        return self._read_opening(self.task.data.prompt)
+
+    def _read_opening(self, prompt: Any) -> list[Turn]:
+        system_texts: list[str] = []
+        if self.task.data.system_prompt is not None:
+            system_texts.append(self.task.data.system_prompt)
+        turns: list[Turn] = []
+        for role, text in _read_texts(prompt):
+            if role == "system":
+                system_texts.append(text)
+            else:
+                turns.append(Turn("assistant" if role == "assistant" else "user", text))
+        if not turns or turns[-1].role == "assistant":
             raise DataError(
                 f"the prompt of the task {self.task.key} does not end with a user message. Add one "
                 "or leave the task out."
             )
-        if system:
-            turns[0][1] = "\n\n".join([*system, turns[0][1]])
+        if system_texts:
+            turns[0] = replace(turns[0], text="\n\n".join([*system_texts, turns[0].text]))
         self._num_opening = len(turns)
-        return [Turn("assistant" if r == "assistant" else "user", text) for r, text in turns]
+        return turns
 
     def _call(self, toolset: Any, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call a method of a toolset, which reads and writes this episode's state."""
@@ -97,7 +103,7 @@ class VerifiersEnvironment(Environment):
 
     async def rate(self, episode: Episode) -> float:
         """Return the weighted sum of the task's own rewards and judges."""
-        trace = trace_of(self.task, self.state)
+        trace = new_trace(self.task, self.state)
         add_messages(trace, episode.messages, first_own=self._num_opening)
         await self.task.score(trace)
         return float(trace.reward)
@@ -118,7 +124,7 @@ class PlayedEnvironment(VerifiersEnvironment):
         turn = self._loop.run(self._player.start(self._env))
         if turn is None:
             raise DataError(f"the environment of the task {self.task.key} ended before a turn.")
-        return self._opening(self.task.data.prompt if turn is _BARE else turn)
+        return self._read_opening(self.task.data.prompt if turn is _BARE else turn)
 
     def step(self, message: str) -> Reaction:
         assert self._player is not None
@@ -127,7 +133,8 @@ class PlayedEnvironment(VerifiersEnvironment):
             return Reaction(reward=float(self._player.trace.reward))
         if turn is _BARE:
             raise DataError(f"the environment of the task {self.task.key} sent a turn without text")
-        return Reaction([Turn("user", text) for _, text in _plain(turn)], is_over=False)
+        messages = [Turn("user", text) for _, text in _read_texts(turn)]
+        return Reaction(messages, is_over=False)
 
     def close(self) -> None:
         player, self._player = self._player, None
@@ -144,7 +151,8 @@ class _Player:
 
     def __init__(self, task: Any, state: Any) -> None:
         self.task = task
-        self.trace = trace_of(task, state)
+        self.trace = new_trace(task, state)
+        # The environment waits for a reply while the policy waits for its next turn.
         self._turns: asyncio.Queue[Any] = asyncio.Queue()
         self._replies: asyncio.Queue[str] = asyncio.Queue()
         self._running: asyncio.Task[None] | None = None
@@ -163,11 +171,12 @@ class _Player:
         from verifiers.v1.agent import Segment
         from verifiers.v1.types import AssistantMessage
 
-        given = _BARE if message is None else message
-        sent = self.task.data.prompt if given is _BARE else given
-        messages = [Turn(role, text) for role, text in _plain(sent)]  # type: ignore[arg-type]
+        is_bare = message is None
+        content = self.task.data.prompt if is_bare else message
+        messages = [Turn(role, text) for role, text in _read_texts(content)]  # type: ignore[arg-type]
+        # None of them is the policy's own.
         add_messages(self.trace, messages, first_own=len(messages))
-        self._turns.put_nowait(given)
+        self._turns.put_nowait(_BARE if is_bare else message)
         reply = await self._replies.get()
         add_messages(self.trace, [Turn("assistant", reply)])
         return Segment(messages=[AssistantMessage(content=reply)], root_reply=reply)
@@ -177,7 +186,8 @@ class _Player:
     async def start(self, env: Any) -> Any:
         """Start the environment and return its first turn, or None at its end."""
         (name,) = _agent_names(type(env))
-        self._running = asyncio.create_task(env.run(self.task, SimpleNamespace(**{name: self})))
+        agents = SimpleNamespace(**{name: self})
+        self._running = asyncio.create_task(env.run(self.task, agents))
         return await self._next()
 
     async def answer(self, text: str) -> Any:
@@ -188,6 +198,7 @@ class _Player:
     async def _next(self) -> Any:
         assert self._running is not None
         turn = asyncio.create_task(self._turns.get())
+        # The environment may end, or fail, instead of sending a turn.
         await asyncio.wait({turn, self._running}, return_when=asyncio.FIRST_COMPLETED)
         if turn.done():
             return turn.result()
@@ -201,12 +212,15 @@ class _Player:
             await asyncio.wait({self._running})
 
 
-def trace_of(task: Any, state: Any) -> Any:
+def new_trace(task: Any, state: Any) -> Any:
     """Return an empty trace of a task."""
     from verifiers import v1
 
+    trace_task = v1.TraceTask(
+        type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
+    )
     return v1.Trace(
-        task=v1.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        task=trace_task,
         agent=v1.AgentInfo(config=v1.AgentConfig()),
         state=state,
         is_completed=True,
@@ -219,54 +233,55 @@ def add_messages(trace: Any, messages: Sequence[Turn], *, first_own: int = 0) ->
     """Append messages to a trace, and mark those of the policy as sampled."""
     from verifiers import v1
 
-    kinds = {"user": v1.UserMessage, "system": v1.SystemMessage}
-    waiting: list[str] = []
-    for place, turn in enumerate(messages):
-        role, text = turn.role, turn.text
-        number = len(trace.nodes)
+    message_classes = {"user": v1.UserMessage, "system": v1.SystemMessage}
+    # Identities of calls whose results have not come.
+    open_calls: list[str] = []
+    for index, turn in enumerate(messages):
+        node_number = len(trace.nodes)
         message: Any
-        if role == "assistant":
-            waiting = [f"call_{number}_{index}" for index in range(len(turn.calls))]
-            parts = [
-                v1.ToolCall(id=identity, name=call.name, arguments=json.dumps(call.arguments))
-                for identity, call in zip(waiting, turn.calls, strict=True)
-            ]
+        if turn.role == "assistant":
+            open_calls = []
+            parts = []
+            for call_index, call in enumerate(turn.calls):
+                identity = f"call_{node_number}_{call_index}"
+                arguments = json.dumps(call.arguments)
+                parts.append(v1.ToolCall(id=identity, name=call.name, arguments=arguments))
+                open_calls.append(identity)
             message = v1.AssistantMessage(
-                content=text, reasoning_content=turn.reasoning, tool_calls=parts or None
+                content=turn.text, reasoning_content=turn.reasoning, tool_calls=parts or None
             )
-        elif role == "tool":
-            identity = waiting.pop(0) if waiting else f"call_{number}"
-            message = v1.ToolMessage(tool_call_id=identity, content=text)
+        elif turn.role == "tool":
+            # A wrong call has a result, too, although it is none of the calls.
+            identity = open_calls.pop(0) if open_calls else f"call_{node_number}"
+            message = v1.ToolMessage(tool_call_id=identity, content=turn.text)
         else:
-            message = kinds[role](content=text)
-        trace.nodes.append(
-            v1.MessageNode(
-                parent=number - 1 if number else None,
-                message=message,
-                sampled=role == "assistant" and place >= first_own,
-            )
-        )
+            message = message_classes[turn.role](content=turn.text)
+        is_sampled = turn.role == "assistant" and index >= first_own
+        parent = node_number - 1 if node_number else None
+        trace.nodes.append(v1.MessageNode(parent=parent, message=message, sampled=is_sampled))
 
 
 @cache
-def tools_of(toolset_class: type) -> list[Tool]:
+def find_tools(toolset_class: type) -> list[Tool]:
     """Return the tools of a toolset, as functions of it."""
     from verifiers.v1.utils.decorators import discover_decorated
 
+    # Without its constructor, which may start what the tools need.
     blank: Any = object.__new__(toolset_class)
     prefix = f"{blank.server_name}_" if blank.server_name else ""
-    found = []
+    tools = []
     for method in discover_decorated(blank, "tool"):
         function = method.__func__
 
         @wraps(function)
-        def call(*given: Any, _function: Any = function, **arguments: Any) -> Any:
-            return _function(*given, **arguments)
+        def call(*positional: Any, _function: Any = function, **arguments: Any) -> Any:
+            return _function(*positional, **arguments)
 
         name = prefix + (getattr(method, "tool_name", None) or function.__name__)
-        plain = tool_of(MethodType(call, blank), name)
-        found.append(replace(plain, description=inspect.getdoc(function) or "", function=function))
-    return found
+        tool = tool_of(MethodType(call, blank), name)
+        description = inspect.getdoc(function) or ""
+        tools.append(replace(tool, description=description, function=function))
+    return tools
 
 
 @register_task(TaskType.VERIFIERS)
@@ -293,10 +308,10 @@ class VerifiersTask(Task):
         num_train: int | None = Field(default=None, ge=1, le=100_000_000)
         """Training tasks, the next ones; null for all others of a finite taskset."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
         taskset_class, env_class = _find_taskset(parameters.taskset)
-        config = _config_of(taskset_class, parameters)
+        config = _build_config(taskset_class, parameters)
         self._loop = BackgroundLoop()
         try:
             taskset = taskset_class(config)
@@ -305,7 +320,7 @@ class VerifiersTask(Task):
             self._shared = list(taskset_class.toolsets(config))
             for toolset in self._shared:
                 self._loop.run(toolset.setup())
-            self._env = None if env_class is None else _env_of(env_class, taskset)
+            self._env = None if env_class is None else _build_env(env_class, taskset)
             self._tasks = self._split(taskset)
         except NipAstraError:
             raise
@@ -322,19 +337,18 @@ class VerifiersTask(Task):
             raise ConfigurationError(
                 f"the taskset {options.taskset!r} is infinite. Set task.task.num_train."
             )
+        # Held-out tasks are the first ones, so that a larger num_train leaves them as they are.
         tasks = iter(taskset)
-        sizes: tuple[tuple[Split, int | None], ...] = (
-            ("test", options.num_test),
-            ("dev", options.num_dev),
-            ("train", options.num_train),
-        )
         by_split: dict[Split, list[Any]] = {
-            split: list(itertools.islice(tasks, size)) for split, size in sizes
+            "test": list(itertools.islice(tasks, options.num_test)),
+            "dev": list(itertools.islice(tasks, options.num_dev)),
+            "train": list(itertools.islice(tasks, options.num_train)),
         }
         if not all(by_split.values()):
+            num_tasks = sum(map(len, by_split.values()))
             raise DataError(
-                f"the taskset {options.taskset!r} has only {sum(map(len, by_split.values()))} "
-                f"tasks, too few for num_test={options.num_test}, num_dev={options.num_dev} and "
+                f"the taskset {options.taskset!r} has only {num_tasks} tasks, too few for "
+                f"num_test={options.num_test}, num_dev={options.num_dev} and "
                 "training. Lower task.task.num_test and num_dev."
             )
         return by_split
@@ -353,10 +367,12 @@ class VerifiersTask(Task):
         """Score all episodes concurrently."""
 
         async def score_all() -> list[float]:
-            environments = [episode.environment for episode in episodes]
-            assert all(isinstance(one, VerifiersEnvironment) for one in environments)
-            rated = (e.environment.rate(e) for e in episodes)  # type: ignore[attr-defined]
-            return list(await asyncio.gather(*rated))
+            scores = []
+            for episode in episodes:
+                environment = episode.environment
+                assert isinstance(environment, VerifiersEnvironment)
+                scores.append(environment.rate(episode))
+            return list(await asyncio.gather(*scores))
 
         try:
             rewards = self._loop.run(score_all())
@@ -369,18 +385,22 @@ class VerifiersTask(Task):
             episode.reward = reward
 
 
-def _plain(messages: Any) -> list[tuple[str, str]]:
+def _read_texts(messages: Any) -> list[tuple[str, str]]:
     """Return roles and texts of a text or of messages."""
     from verifiers.v1.types import content_text
 
     if isinstance(messages, str):
         return [("user", messages)]
+    texts = []
     for message in messages or []:
         if message.role == "tool" or getattr(message, "tool_calls", None):
             raise DataError("a prompt has calls of tools, which is not supported. Leave it out.")
-        if any(part.type != "text" for part in message.content if not isinstance(part, str)):
+        # The content is a text, or a list of parts.
+        parts = [part for part in message.content if not isinstance(part, str)]
+        if any(part.type != "text" for part in parts):
             raise DataError("a message has an image, which is not supported. Choose a text task.")
-    return [(message.role, content_text(message.content)) for message in messages or []]
+        texts.append((message.role, content_text(message.content)))
+    return texts
 
 
 def _find_taskset(name: str) -> tuple[Any, Any]:
@@ -390,65 +410,69 @@ def _find_taskset(name: str) -> tuple[Any, Any]:
         module = module_of(load_plugin(name))
     else:
         # As verifiers finds them: owner/name@version is installed as name.
-        plain = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-        is_shipped = importlib.util.find_spec(f"{_TASKSETS}.{plain}") is not None
+        module_name = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+        shipped_name = f"{_TASKSETS}.{module_name}"
+        if importlib.util.find_spec(shipped_name) is not None:
+            module_name = shipped_name
         try:
-            module = module_of(load_plugin(f"{_TASKSETS}.{plain}" if is_shipped else plain))
+            module = module_of(load_plugin(module_name))
         except ImportError as error:
             raise MissingDependencyError(
                 f"the taskset {name!r} cannot be imported: {error}. Install what it needs."
             ) from error
-    names = getattr(module, "__all__", list(vars(module)))
-    values = [getattr(module, one, None) for one in names]
-    tasksets = [
-        one
-        for one in values
-        if isinstance(one, type)
-        and issubclass(one, v1.Taskset)
-        and one is not v1.Taskset
-        and (one.__module__ == module.__name__ or hasattr(module, "__all__"))
-    ]
+    has_exports = hasattr(module, "__all__")
+    exported_names = module.__all__ if has_exports else list(vars(module))
+    tasksets, envs = [], []
+    for exported_name in exported_names:
+        exported = getattr(module, exported_name, None)
+        if not isinstance(exported, type):
+            continue
+        if issubclass(exported, v1.Env):
+            envs.append(exported)
+        # Without `__all__`, classes that the module has only imported do not count.
+        is_offered = has_exports or exported.__module__ == module.__name__
+        if issubclass(exported, v1.Taskset) and exported is not v1.Taskset and is_offered:
+            tasksets.append(exported)
     if len(tasksets) != 1:
         raise ConfigurationError(
             f"the module of the taskset {name!r} exports {len(tasksets)} subclasses of "
             "verifiers.v1.Taskset. Name exactly one in its __all__."
         )
-    envs = [one for one in values if isinstance(one, type) and issubclass(one, v1.Env)]
     if len(envs) > 1:
         _refuse(name, f"has {len(envs)} environments (Env)")
     return tasksets[0], envs[0] if envs else None
 
 
-def _env_of(env_class: Any, taskset: Any) -> Any:
-    """Create an environment without the harness, servers and runtimes of an evaluation."""
+def _find_env_config(env_class: Any) -> Any:
+    """Return the class of an environment's configuration."""
     from verifiers import v1
     from verifiers.v1.utils.generic import concrete_type
 
+    return concrete_type(env_class, v1.EnvConfig, origin=v1.Env) or v1.EnvConfig
+
+
+def _build_env(env_class: Any, taskset: Any) -> Any:
+    """Create an environment without the harness, servers and runtimes of an evaluation."""
     env = object.__new__(env_class)
-    config = concrete_type(env_class, v1.EnvConfig, origin=v1.Env) or v1.EnvConfig
-    env.config, env.taskset = config(), taskset
+    env.config = _find_env_config(env_class)()
+    env.taskset = taskset
     return env
 
 
 def _agent_names(env_class: Any) -> list[str]:
     from verifiers import v1
-    from verifiers.v1.utils.generic import concrete_type
 
-    config = concrete_type(env_class, v1.EnvConfig, origin=v1.Env) or v1.EnvConfig
-    return [
-        name
-        for name, field in config.model_fields.items()
-        if isinstance(field.default, v1.AgentConfig)
-    ]
+    fields = _find_env_config(env_class).model_fields
+    return [name for name, field in fields.items() if isinstance(field.default, v1.AgentConfig)]
 
 
-def _config_of(taskset_class: Any, parameters: Any) -> Any:
+def _build_config(taskset_class: Any, parameters: Any) -> Any:
     from verifiers.v1 import Taskset, TasksetConfig
     from verifiers.v1.utils.generic import concrete_type
 
-    config = concrete_type(taskset_class, TasksetConfig, origin=Taskset) or TasksetConfig
+    config_class = concrete_type(taskset_class, TasksetConfig, origin=Taskset) or TasksetConfig
     try:
-        return config.model_validate({**parameters.options, "id": parameters.taskset})
+        return config_class.model_validate({**parameters.options, "id": parameters.taskset})
     except ValueError as error:
         raise ConfigurationError(
             f"the taskset {parameters.taskset!r} rejects task.task.options="
@@ -470,16 +494,17 @@ def _check_support(taskset_class: Any, env_class: Any, taskset: Any, name: str) 
         for hook in ("setup", "finalize", "start", "stop"):
             if getattr(env_class, hook) is not getattr(v1.Env, hook):
                 _refuse(name, f"has an environment with {hook}")
-    shared = taskset_class.toolsets(taskset.config)
-    for toolset in [*shared, *task_class.toolsets(taskset.config.task)]:
+    shared_toolsets = taskset_class.toolsets(taskset.config)
+    for toolset in [*shared_toolsets, *task_class.toolsets(taskset.config.task)]:
+        class_name = type(toolset).__name__
         if not isinstance(toolset, v1.Toolset) or type(toolset).register is not v1.Toolset.register:
-            _refuse(name, f"has tools of its own protocol ({type(toolset).__name__})")
+            _refuse(name, f"has tools of its own protocol ({class_name})")
+        has_server = bool(getattr(toolset.config, "url", None))
+        is_colocated = bool(getattr(toolset.config, "colocated", False))
         runtime = getattr(toolset.config, "runtime", None)
-        is_elsewhere = getattr(toolset.config, "url", None) or getattr(
-            toolset.config, "colocated", False
-        )
-        if is_elsewhere or (runtime is not None and runtime.type != "subprocess"):
-            _refuse(name, f"has tools that run elsewhere ({type(toolset).__name__})")
+        has_other_runtime = runtime is not None and runtime.type != "subprocess"
+        if has_server or is_colocated or has_other_runtime:
+            _refuse(name, f"has tools that run elsewhere ({class_name})")
     for hook in ("setup", "finalize"):
         if getattr(task_class, hook) is not getattr(v1.Task, hook):
             _refuse(name, f"prepares a runtime ({hook})")
@@ -491,8 +516,8 @@ def _check_support(taskset_class: Any, env_class: Any, taskset: Any, name: str) 
             _refuse(name, f"scores within a runtime ({function.__name__})")
 
 
-def _refuse(name: str, why: str) -> None:
+def _refuse(name: str, reason: str) -> None:
     raise ConfigurationError(
-        f"the taskset {name!r} {why}, which is not supported. Choose another taskset, or write the "
-        "environment as a task."
+        f"the taskset {name!r} {reason}, which is not supported. Choose another taskset, or write "
+        "the environment as a task."
     )

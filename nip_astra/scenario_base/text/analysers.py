@@ -38,7 +38,7 @@ from nip_astra.parameters.parameters_base import (
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.samplers.text_rollouts import active_turns
-from nip_astra.scenario_base.text.game import DECISION_WORDS, channel_title, row_of
+from nip_astra.scenario_base.text.game import DECISION_WORDS, channel_title, read_row
 from nip_astra.utils.nested_array_dict import (
     CompositeSpec,
     IntArraySpec,
@@ -83,14 +83,14 @@ class Cast:
     def seen_channels(self, agent: str) -> set[str]:
         """Return the channels read by an agent."""
         names = self.protocol.message_channel_names
-        return {names[place] for place in self.protocol.visible_channels(agent)}
+        return {names[index] for index in self.protocol.visible_channels(agent)}
 
 
 @dataclass(frozen=True)
 class Subject:
     """An agent's messages in one channel of a rollout, with the messages it read."""
 
-    place: tuple[int, int, int]
+    index: tuple[int, int, int]
     """Rollout, agent and channel in the arrays."""
     agent: str
     channel: str
@@ -106,23 +106,22 @@ class Subject:
     """The messages of all channels that the agent reads, in order."""
 
     @property
-    def own(self) -> tuple[Line, ...]:
+    def judged_lines(self) -> tuple[Line, ...]:
         """Return the judged messages."""
-        return tuple(line for line in self.lines if self.is_own(line))
+        return tuple(line for line in self.lines if self.is_judged(line))
 
-    def is_own(self, line: Line) -> bool:
+    def is_judged(self, line: Line) -> bool:
         """Return whether a message is judged."""
         return (line.agent, line.channel) == (self.agent, self.channel)
 
     def messages_before(self, line: Line) -> tuple[Line, ...]:
         """Return earlier messages of others in the channel."""
-        return tuple(
-            other
-            for other in self.lines
-            if other.agent != self.agent
-            and other.channel == line.channel
-            and other.round < line.round
-        )
+        earlier = []
+        for message in self.lines:
+            is_in_channel = message.channel == line.channel and message.round < line.round
+            if is_in_channel and message.agent != self.agent:
+                earlier.append(message)
+        return tuple(earlier)
 
 
 class RolloutAnalyser(ABC):
@@ -160,46 +159,57 @@ class RolloutAnalyser(ABC):
 
     def subjects(self, rollouts: NestedArrayDict, cast: Cast) -> list[Subject]:
         """Return all judged subjects of rollouts, in order."""
-        chosen = self.parameters.agents
-        return [
-            subject
-            for subject in subjects_of(rollouts, cast)
-            if (
-                subject.agent in chosen if chosen is not None else self.role in (None, subject.role)
-            )
-            and self.is_relevant(subject)
-        ]
+        agents = self.parameters.agents
+        subjects = []
+        for subject in iterate_subjects(rollouts, cast):
+            if agents is not None:
+                is_selected = subject.agent in agents
+            else:
+                is_selected = self.role is None or self.role == subject.role
+            if is_selected and self.is_relevant(subject):
+                subjects.append(subject)
+        return subjects
 
 
-def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
+def iterate_subjects(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
     """Yield all agents' messages by rollout, agent and channel; omits agents that sent none."""
-    names, channels = cast.protocol.agent_names, cast.protocol.message_channel_names
     columns = rollouts.get("datapoint")
     for n in range(len(rollouts)):
-        lines_of_episode = _lines(rollouts, n, cast)
-        row = {} if columns is None else row_of(columns, n)
-        values = {key: value for key, value in row.items() if key not in cast.hidden_columns}
-        for a, agent in enumerate(names):
-            seen = cast.seen_channels(agent)
+        all_lines = _read_lines(rollouts, n, cast)
+        row = {} if columns is None else read_row(columns, n)
+        datapoint = {name: cell for name, cell in row.items() if name not in cast.hidden_columns}
+        senders = {(line.agent, line.channel) for line in all_lines}
+        for a, agent in enumerate(cast.protocol.agent_names):
+            visible_channels = cast.seen_channels(agent)
+            visible_lines = tuple(line for line in all_lines if line.channel in visible_channels)
             role = cast.role(agent)
-            stance = DECISION_WORDS[int(rollouts["stance"][n, a])] if role == "prover" else ""
-            for c, channel in enumerate(channels):
-                if any((line.agent, line.channel) == (agent, channel) for line in lines_of_episode):
-                    lines = tuple(line for line in lines_of_episode if line.channel in seen)
+            stance = ""
+            if role == "prover":
+                stance = DECISION_WORDS[int(rollouts["stance"][n, a])]
+            for c, channel in enumerate(cast.protocol.message_channel_names):
+                if (agent, channel) in senders:
                     yield Subject(
-                        (n, a, c), agent, channel, cast.name(agent), role, stance, values, lines
+                        index=(n, a, c),
+                        agent=agent,
+                        channel=channel,
+                        name=cast.name(agent),
+                        role=role,
+                        stance=stance,
+                        datapoint=datapoint,
+                        lines=visible_lines,
                     )
 
 
-def _lines(rollouts: NestedArrayDict, place: int, cast: Cast) -> list[Line]:
-    names, channels = cast.protocol.agent_names, cast.protocol.message_channel_names
-    found = []
-    for _, r, a in active_turns(rollouts[place : place + 1]):
-        texts = rollouts["agents", "message"][place, r, a]
-        for channel, text in zip(channels, texts, strict=True):
+def _read_lines(rollouts: NestedArrayDict, n: int, cast: Cast) -> list[Line]:
+    """Return the messages of a rollout, in order."""
+    lines = []
+    for _, r, a in active_turns(rollouts[n : n + 1]):
+        agent = cast.protocol.agent_names[a]
+        texts = rollouts["agents", "message"][n, r, a]
+        for channel, text in zip(cast.protocol.message_channel_names, texts, strict=True):
             if text is not None:
-                found.append(Line(r, names[a], channel, str(text), cast.name(names[a])))
-    return found
+                lines.append(Line(r, agent, channel, str(text), cast.name(agent)))
+    return lines
 
 
 ROLLOUT_ANALYSERS: ComponentRegistry[type[RolloutAnalyser]] = ComponentRegistry(
@@ -217,14 +227,15 @@ def register_rollout_analyser(
     return ROLLOUT_ANALYSERS.register(name)
 
 
-def build_rollout_analysers(chosen: Iterable[str | Any]) -> list[RolloutAnalyser]:
+def build_rollout_analysers(analysers: Iterable[str | Any]) -> list[RolloutAnalyser]:
     """Return analysers, given by name or by their parameters."""
-    return [
-        ROLLOUT_ANALYSERS.get(one)()
-        if isinstance(one, str)
-        else ROLLOUT_ANALYSERS.get(one.type_name)(one)
-        for one in chosen
-    ]
+    built = []
+    for analyser in analysers:
+        if isinstance(analyser, str):
+            built.append(ROLLOUT_ANALYSERS.get(analyser)())
+        else:
+            built.append(ROLLOUT_ANALYSERS.get(analyser.type_name)(analyser))
+    return built
 
 
 TASK = """\
@@ -308,16 +319,17 @@ def masked_verdicts(
 
 def question_messages(analyser: RolloutAnalyser, subject: Subject) -> tuple[ChatMessage, ...]:
     """Return the question about a subject, with its datapoint and conversation."""
-    conversation = [
-        {
+    conversation = []
+    for line in subject.lines:
+        message: dict[str, Any] = {
             "round": line.round,
             "agent": line.name,
             "channel": channel_title(line.channel),
             "text": line.text,
         }
-        | ({"is_judged": True} if subject.is_own(line) else {})
-        for line in subject.lines
-    ]
+        if subject.is_judged(line):
+            message["is_judged"] = True
+        conversation.append(message)
     material = {"datapoint": dict(subject.datapoint), "conversation": conversation}
     text = json.dumps(material, ensure_ascii=False, indent=1)
     return (
@@ -331,36 +343,36 @@ def judge_rollouts(
     rollouts: NestedArrayDict,
     cast: Cast,
     model: ChatModel,
-    how: JudgingParameters,
+    parameters: JudgingParameters,
 ) -> Judgements:
     """Judge rollouts, with concurrent requests within the model's limits."""
     verdicts = verdict_spec(cast, len(rollouts)).zero()
     verdicts["verdict"][:] = Verdict.NOT_REQUESTED
     subjects = analyser.subjects(rollouts, cast)
     num_requests = 0
-    for attempt in range(1 + how.num_retries):
-        # Another number is another sample, also for caches.
+    for attempt in range(1 + parameters.num_retries):
         requests = [
             ChatRequest(
                 question_messages(analyser, subject),
-                max_tokens=how.max_tokens,
-                temperature=how.temperature,
+                max_tokens=parameters.max_tokens,
+                temperature=parameters.temperature,
+                # Another number is another sample, also for caches.
                 first_sample=attempt,
             )
             for subject in subjects
         ]
         outcomes = complete_all(model, requests)
         num_requests += len(requests)
-        unread = []
+        without_verdict = []
         for subject, outcome in zip(subjects, outcomes, strict=True):
             (sample,) = outcome.samples
-            verdict, reason = read_verdict(_text_of(sample, analyser, model))
-            verdicts["verdict"][subject.place] = verdict
-            verdicts["reason"][subject.place] = reason
+            verdict, reason = read_verdict(_read_answer(sample, analyser, model))
+            verdicts["verdict"][subject.index] = verdict
+            verdicts["reason"][subject.index] = reason
             is_final = isinstance(sample, ChatFailure) and sample.reason.is_final
             if verdict == Verdict.UNKNOWN and not is_final:
-                unread.append(subject)
-        subjects = unread
+                without_verdict.append(subject)
+        subjects = without_verdict
         if not subjects:
             break
     return Judgements(verdicts, num_requests)
@@ -368,12 +380,18 @@ def judge_rollouts(
 
 def read_verdict(answer: str) -> tuple[Verdict, str]:
     """Parse the last answer in a judge's text, and its reason."""
-    found, reason = _ANSWER.findall(answer), _REASON.search(answer)
-    verdict = _BY_WORD[found[-1].lower()] if found else Verdict.UNKNOWN
-    return verdict, reason[1].strip() if reason else ("" if found else answer.strip()[:200])
+    answer_words = _ANSWER.findall(answer)
+    reason_match = _REASON.search(answer)
+    verdict = _BY_WORD[answer_words[-1].lower()] if answer_words else Verdict.UNKNOWN
+    if reason_match is not None:
+        return verdict, reason_match[1].strip()
+    # Without an answer, the beginning of the text shows what the judge wrote instead.
+    return verdict, "" if answer_words else answer.strip()[:200]
 
 
-def _text_of(sample: ChatAnswer | ChatFailure, analyser: RolloutAnalyser, model: ChatModel) -> str:
+def _read_answer(
+    sample: ChatAnswer | ChatFailure, analyser: RolloutAnalyser, model: ChatModel
+) -> str:
     """Return the answer or refusal; raise an error if the service is unavailable."""
     if isinstance(sample, ChatAnswer):
         # A cut answer may hold the draft of a verdict.
@@ -436,7 +454,7 @@ class FollowUp(RolloutAnalyser):
         )
 
     def is_relevant(self, subject: Subject) -> bool:
-        return any(subject.messages_before(line) for line in subject.own)
+        return any(subject.messages_before(line) for line in subject.judged_lines)
 
 
 @register_rollout_analyser(RolloutAnalyserType.PROVER_ROLE_CONFORMANCE)

@@ -75,14 +75,14 @@ def parse_answer(
     may_decide, must_decide : bool
         Whether a decision counts, and whether it is required.
     """
-    words = {match.lower() for match in _DECISION.findall(text)}
-    if len(words) > 1:
+    decision_words = {match.lower() for match in _DECISION.findall(text)}
+    if len(decision_words) > 1:
         return ParsedAnswer(fault="it decides both ways")
-    if words:
+    if decision_words:
         if not may_decide:
             return ParsedAnswer(fault="it decides where it cannot")
-        decided = words.pop()
-        return ParsedAnswer(decision=ACCEPT if decided == DECISION_WORDS[ACCEPT] else REJECT)
+        is_accepted = DECISION_WORDS[ACCEPT] in decision_words
+        return ParsedAnswer(decision=ACCEPT if is_accepted else REJECT)
     if must_decide:
         return ParsedAnswer(fault="it holds no decision, in the last turn")
     return parse_messages(text, channels)
@@ -94,25 +94,31 @@ def parse_messages(text: str, channels: Sequence[str]) -> ParsedAnswer:
         return ParsedAnswer(fault="it is empty")
     if len(channels) == 1:
         return ParsedAnswer({channels[0]: text.strip()})
-    messages = _split(text, channels)
-    return ParsedAnswer(messages, fault="" if messages else "it names no channel to send in")
+    messages = _split_by_headings(text, channels)
+    if not messages:
+        return ParsedAnswer(fault="it names no channel to send in")
+    return ParsedAnswer(messages)
 
 
-def _split(text: str, channels: Sequence[str]) -> dict[str, str]:
+def _split_by_headings(text: str, channels: Sequence[str]) -> dict[str, str]:
     """Return the text below each heading; text above the first is dropped."""
-    by_title = {channel_title(channel).lower(): channel for channel in channels}
-    longest_first = sorted(by_title, key=len, reverse=True)
-    titles = "|".join(re.escape(title).replace(r"\ ", r"[ _]") for title in longest_first)
-    heading = re.compile(rf"(?<!\w)to ({titles})[ \t*]*:", re.IGNORECASE)
+    channel_by_title = {channel_title(channel).lower(): channel for channel in channels}
+    # The longest first, since a title may begin with another.
+    titles = sorted(channel_by_title, key=len, reverse=True)
+    patterns = [re.escape(title).replace(r"\ ", r"[ _]") for title in titles]
+    heading = re.compile(rf"(?<!\w)to ({'|'.join(patterns)})[ \t*]*:", re.IGNORECASE)
     headings = list(heading.finditer(text))
+    stops = [match.start() for match in headings[1:]] + [len(text)]
     messages: dict[str, str] = {}
-    ends = [match.start() for match in headings[1:]] + [len(text)]
-    for match, end in zip(headings, ends, strict=False):
-        message = text[match.end() : end].strip(" \t\n*#")
-        channel = by_title[match[1].lower().replace("_", " ")]
-        if message:
-            parts = (messages.get(channel), message)
-            messages[channel] = "\n".join(part for part in parts if part)
+    for match, stop in zip(headings, stops, strict=False):
+        message = text[match.end() : stop].strip(" \t\n*#")
+        if not message:
+            continue
+        channel = channel_by_title[match[1].lower().replace("_", " ")]
+        if channel in messages:
+            messages[channel] += f"\n{message}"
+        else:
+            messages[channel] = message
     return messages
 
 
@@ -135,12 +141,13 @@ class PromptTemplate:
             context = self._template.new_context(dict(values))
             # Finds inherited blocks, and what is set or imported outside of blocks.
             list(self._template.root_render_func(context))
-            return {
-                name: "".join(context.blocks[name][0](context)).strip()
-                if name in context.blocks
-                else ""
-                for name in BLOCKS
-            }
+            rendered = dict.fromkeys(BLOCKS, "")
+            for name in BLOCKS:
+                if name in context.blocks:
+                    # The first is the one that overrides the inherited ones.
+                    render_block = context.blocks[name][0]
+                    rendered[name] = "".join(render_block(context)).strip()
+            return rendered
         except Exception as error:  # expressions of the template raise errors of any type
             reason = str(error).rstrip(".")
             raise DataError(
@@ -163,14 +170,16 @@ def load_prompts(
     prompts: dict[str, PromptTemplate] = {}
     faults = []
     for agent, role in agents.items():
+        # From the most specific to the most general; an agent may have the name of its role.
         stems = dict.fromkeys([f"{agent}.{protocol}", agent, f"{role}.{protocol}", role])
-        names = [f"{stem}{SUFFIX}" for stem in stems]
-        name = next((name for name in names if (folder / name).is_file()), None)
+        candidates = [f"{stem}{SUFFIX}" for stem in stems]
+        name = next((name for name in candidates if (folder / name).is_file()), None)
         if name is None:
-            faults.append(f"{agent} has no prompt; write one of {', '.join(names)}")
+            faults.append(f"{agent} has no prompt; write one of {', '.join(candidates)}")
             continue
         try:
-            template, blocks = environment.get_template(name), _blocks_of(environment, name)
+            template = environment.get_template(name)
+            blocks = _find_blocks(environment, name)
         except (TemplateError, UnicodeDecodeError) as error:
             faults.append(f"{name} is not a valid template: {error}")
             continue
@@ -186,14 +195,17 @@ def load_prompts(
     return prompts
 
 
-def _blocks_of(environment: Environment, name: str) -> set[str]:
+def _find_blocks(environment: Environment, name: str) -> set[str]:
     """Return the names of a template's blocks, inherited ones included."""
     assert environment.loader is not None
-    tree = environment.parse(environment.loader.get_source(environment, name)[0])
-    parents = [one.template for one in tree.find_all(nodes.Extends)]
-    return {block.name for block in tree.find_all(nodes.Block)}.union(
-        *(_blocks_of(environment, one.value) for one in parents if isinstance(one, nodes.Const))
-    )
+    source, *_ = environment.loader.get_source(environment, name)
+    tree = environment.parse(source)
+    blocks = {block.name for block in tree.find_all(nodes.Block)}
+    for extends in tree.find_all(nodes.Extends):
+        # Any other parent is known only when the template is rendered.
+        if isinstance(extends.template, nodes.Const):
+            blocks |= _find_blocks(environment, extends.template.value)
+    return blocks
 
 
 GO_ON = "It is your turn."
@@ -209,10 +221,13 @@ class ChannelMessage(NamedTuple):
     """The message without its heading."""
 
 
-def row_of(data: NestedArrayDict, number: int) -> dict[str, Any]:
+def read_row(data: NestedArrayDict, number: int) -> dict[str, Any]:
     """Return a datapoint as plain values, by column."""
-    row = {str(name): array[number] for name, array in data.items()}
-    return {name: one.item() if hasattr(one, "item") else one for name, one in row.items()}
+    row: dict[str, Any] = {}
+    for name, column in data.items():
+        cell = column[number]
+        row[str(name)] = cell.item() if hasattr(cell, "item") else cell
+    return row
 
 
 @dataclass(frozen=True)
@@ -308,8 +323,8 @@ class TextGame:
 
     def start(self, datapoint_id: int, datapoint: Mapping[str, Any], seed: int) -> TextEpisode:
         """Return an episode before its first round."""
-        nobody = (False,) * self.protocol.num_agents
-        return TextEpisode(datapoint_id, datapoint, seed, nobody)
+        has_decided = (False,) * self.protocol.num_agents
+        return TextEpisode(datapoint_id, datapoint, seed, has_decided)
 
     def role(self, agent: str) -> str:
         """Return the agent's role, prover or verifier."""
@@ -327,20 +342,24 @@ class TextGame:
         """Return the next round's turns, in the protocol's order; none for forced decisions."""
         if episode.is_done:
             return []
-        round_R = torch.arange(episode.round, self.protocol.max_message_rounds)
+        protocol = self.protocol
+        # The rounds that are left, to know which turn is an agent's last.
+        round_R = torch.arange(episode.round, protocol.max_message_rounds)
         seed_R = torch.full_like(round_R, episode.seed)
         decided_RA = torch.tensor([episode.has_decided]).expand(len(round_R), -1)
-        active_RAC = self.protocol.active_mask(round_R, seed_R, decided_RA)
-        may_decide_RA = self.protocol.can_decide(round_R, seed_R, decided_RA)
-        may_decide_A, active_AC = may_decide_RA[0].tolist(), active_RAC[0].tolist()
-        has_later_A = active_RAC[1:].any(dim=2).any(dim=0).tolist()
+        active_RAC = protocol.active_mask(round_R, seed_R, decided_RA)
+        may_decide_RA = protocol.can_decide(round_R, seed_R, decided_RA)
+        active_AC = active_RAC[0].tolist()
+        may_decide_A = may_decide_RA[0].tolist()
+        has_later_turn_A = active_RAC[1:].any(dim=2).any(dim=0).tolist()
         turns = []
-        for place, agent in enumerate(self.protocol.agent_names):
-            channels = tuple(compress(self.protocol.message_channel_names, active_AC[place]))
-            is_forced = may_decide_A[place] and agent in self.protocol.forced_names
+        for index, agent in enumerate(protocol.agent_names):
+            channels = tuple(compress(protocol.message_channel_names, active_AC[index]))
+            may_decide = may_decide_A[index]
+            is_forced = may_decide and agent in protocol.forced_names
             if channels and not is_forced:
-                is_last = not has_later_A[place]
-                turns.append(TurnOptions(agent, channels, may_decide_A[place], is_last))
+                is_last = not has_later_turn_A[index]
+                turns.append(TurnOptions(agent, channels, may_decide, is_last))
         return turns
 
     def read(self, turn: TurnOptions, text: str) -> ParsedAnswer:
@@ -357,10 +376,16 @@ class TextGame:
     ) -> RoundOutcome:
         """Return the result of a round, from each active agent's answer, unparsed and parsed."""
         protocol = self.protocol
-        decisions = [
-            moves[agent][1].decision if agent in moves else CONTINUE
-            for agent in protocol.agent_names
-        ]
+        decisions = []
+        messages = []
+        for agent in protocol.agent_names:
+            if agent not in moves:
+                decisions.append(CONTINUE)
+                continue
+            _, parsed = moves[agent]
+            decisions.append(parsed.decision)
+            for channel, text in parsed.messages.items():
+                messages.append(ChannelMessage(agent, channel, text))
         label = int(episode.datapoint["y"])
         step = protocol.step(
             torch.tensor([episode.round]),
@@ -369,18 +394,13 @@ class TextGame:
             torch.tensor([episode.has_decided]),
             Moves(torch.tensor([decisions])),
         )
-        messages = tuple(
-            ChannelMessage(agent, channel, text)
-            for agent in protocol.agent_names
-            if agent in moves
-            for channel, text in moves[agent][1].messages.items()
-        )
         decision = int(step.decision_E[0])
-        after = replace(
+        answers = {agent: answer for agent, (answer, _) in moves.items()}
+        next_episode = replace(
             episode,
             round=episode.round + 1,
-            messages=(*episode.messages, messages),
-            answers=(*episode.answers, {agent: text for agent, (text, _) in moves.items()}),
+            messages=(*episode.messages, tuple(messages)),
+            answers=(*episode.answers, answers),
             has_decided=tuple(step.agent_decided_EA[0].tolist()),
             is_done=bool(step.is_done[0]),
         )
@@ -389,7 +409,8 @@ class TextGame:
             is_won = decision == random_stance(episode.datapoint)
             prover = protocol.agent_names.index(protocol.prover_names[0])
             rewards[prover] = protocol.common.prover_reward if is_won else 0.0
-        return RoundOutcome(after, tuple(rewards), decision, bool(step.is_out_of_rounds_E[0]))
+        is_out_of_rounds = bool(step.is_out_of_rounds_E[0])
+        return RoundOutcome(next_episode, tuple(rewards), decision, is_out_of_rounds)
 
     # ---- prompts
 
@@ -401,54 +422,60 @@ class TextGame:
         agent = turn.agent
         prompt = self.prompts[agent].render(self.template_values(episode, turn))
         parts: list[tuple[str, str]] = [("user", prompt["opening"])]
-        for number, sent in enumerate(episode.messages):
-            if agent in episode.answers[number]:
-                parts.append(("assistant", episode.answers[number][agent]))
-            parts += [("user", line) for line in self._observed(agent, episode.seed, number, sent)]
+        for number, (messages, answers) in enumerate(
+            zip(episode.messages, episode.answers, strict=True)
+        ):
+            if agent in answers:
+                parts.append(("assistant", answers[agent]))
+            for line in self._observed_lines(agent, episode.seed, number, messages):
+                parts.append(("user", line))
         parts.append(("user", prompt["turn"]))
-        system = [ChatMessage(role="system", content=prompt["system"])] if prompt["system"] else []
-        return (*system, *_alternating(parts))
+        conversation = _join_alternating(parts)
+        if prompt["system"]:
+            conversation.insert(0, ChatMessage(role="system", content=prompt["system"]))
+        return tuple(conversation)
 
-    def _observed(
+    def _observed_lines(
         self, agent: str, seed: int, number: int, messages: Sequence[ChannelMessage]
     ) -> list[str]:
         """Return a round's messages to an agent, with channels in an order drawn by the seed."""
-        seen = [
-            self.protocol.message_channel_names[place]
-            for place in self.protocol.visible_channels(agent)
-        ]
-        random.Random(derive_seed(seed, "channel order", agent, number)).shuffle(seen)
+        channel_names = self.protocol.message_channel_names
+        channels = [channel_names[index] for index in self.protocol.visible_channels(agent)]
+        random.Random(derive_seed(seed, "channel order", agent, number)).shuffle(channels)
         lines = []
-        for channel in seen:
+        for channel in channels:
             title = channel_title(channel)
             for message in messages:
                 if message.agent == agent or message.channel != channel:
                     continue
-                is_own = title.replace(" ", "_") == message.agent
-                where = f" (to {title})" if len(seen) > 1 and not is_own else ""
-                lines.append(f"{self.human_names[message.agent]}{where}: {message.text}")
+                # The channel of an agent's own name needs no mention.
+                is_named_after_sender = title.replace(" ", "_") == message.agent
+                recipient = ""
+                if len(channels) > 1 and not is_named_after_sender:
+                    recipient = f" (to {title})"
+                lines.append(f"{self.human_names[message.agent]}{recipient}: {message.text}")
         return lines
 
     def template_values(self, episode: TextEpisode, turn: TurnOptions) -> dict[str, Any]:
         """Return the variables of prompts in an agent's turn."""
         protocol, agent = self.protocol, turn.agent
-        stance = self.stance(agent, episode.datapoint)
-        turns_of_verifier = protocol.max_verifier_questions
-        is_prover = self.role(agent) == "prover"
-        shown = {
-            name: value
-            for name, value in episode.datapoint.items()
-            if name not in self._hidden_columns
-        }
+        stance = ""
+        if self.role(agent) == "prover":
+            stance = DECISION_WORDS[self.stance(agent, episode.datapoint)]
+        visible_columns = {}
+        for name, value in episode.datapoint.items():
+            if name not in self._hidden_columns:
+                visible_columns[name] = value
         return {
             "agent": agent,
             "name": self.human_names[agent],
-            "names": {other: self.human_names[other] for other in protocol.agent_names},
-            "provers": [self.human_names[other] for other in protocol.prover_names],
-            "datapoint": shown,
-            "stance": DECISION_WORDS[stance] if is_prover else "",
+            "names": {name: self.human_names[name] for name in protocol.agent_names},
+            "provers": [self.human_names[name] for name in protocol.prover_names],
+            "datapoint": visible_columns,
+            "stance": stance,
             "channels": [channel_title(channel) for channel in turn.channels],
-            "max_questions": turns_of_verifier - 1,
+            # The last of the verifier's turns is its decision.
+            "max_questions": protocol.max_verifier_questions - 1,
             "max_words": self.max_words[agent],
             "round": episode.round,
             "may_decide": turn.may_decide,
@@ -458,27 +485,30 @@ class TextGame:
 
 def random_stance(datapoint: Mapping[str, Any]) -> int:
     """Return the side of a single prover for a datapoint, independent of its label."""
-    shown = [f"{name}={value}" for name, value in sorted(datapoint.items()) if name != "y"]
-    return (REJECT, ACCEPT)[derive_seed("prover stance", *shown) % 2]
+    columns = [f"{name}={value}" for name, value in sorted(datapoint.items()) if name != "y"]
+    is_accepting = derive_seed("prover stance", *columns) % 2 == 1
+    return ACCEPT if is_accepting else REJECT
 
 
-def _alternating(parts: Sequence[tuple[str, str]]) -> list[ChatMessage]:
-    """Return messages that alternate between user and assistant, beginning with the user."""
+def _join_alternating(parts: Sequence[tuple[str, str]]) -> list[ChatMessage]:
+    """Return messages that alternate between user and assistant, beginning with the user.
+
+    Many chat templates require this.
+    """
     messages: list[ChatMessage] = []
     for role, text in parts:
-        if role == "user" and messages and messages[-1]["role"] == "user":
-            if text:
-                joined = "\n\n".join(filter(None, [messages[-1]["content"], text]))
-                messages[-1] = ChatMessage(role="user", content=joined)
-        elif role == "user":
-            messages.append(ChatMessage(role="user", content=text))
-        else:
-            if messages and messages[-1]["role"] == "assistant":
+        last_role = messages[-1]["role"] if messages else None
+        if role == "assistant":
+            if last_role == "assistant":
                 messages.append(ChatMessage(role="user", content=GO_ON))
             messages.append(ChatMessage(role="assistant", content=text))
-    return [
-        ChatMessage(role=one["role"], content=one["content"] or GO_ON)
-        if one["role"] == "user"
-        else one
-        for one in messages
-    ]
+        elif last_role == "user":
+            paragraphs = [messages[-1]["content"], text]
+            content = "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+            messages[-1] = ChatMessage(role="user", content=content)
+        else:
+            messages.append(ChatMessage(role="user", content=text))
+    for index, message in enumerate(messages):
+        if message["role"] == "user" and not message["content"]:
+            messages[index] = ChatMessage(role="user", content=GO_ON)
+    return messages

@@ -29,7 +29,6 @@ from nip_astra.language_models.services.fine_tuning import (
     OpenAIFineTuning,
     PreferenceExample,
     SupervisedExample,
-    TrainedWeights,
     without_weight,
 )
 from nip_astra.language_models.services.retrying import open_chat_model
@@ -104,20 +103,6 @@ def open_text_models(
     """
     parameters: Any = agent.parameters.model
     service: FineTuningService | None = None
-
-    def open_model(name: str | None) -> ChatModel:
-        if name is None and agent.parameters.load_from_run is not None:
-            trained = _trained_model(agent, settings)
-            chosen = renamed(parameters, trained if service is None else service.take_up(trained))
-        elif name is None:
-            chosen = parameters
-        else:
-            chosen = renamed(parameters, name if service is None else service.place_of(name))
-        opened = open_chat_model(chosen, settings, scenario_dir=scenario_dir, label=label)
-        # The recorded name stays valid if the run is moved.
-        opened.name = name or opened.name
-        return opened
-
     if parameters.type_name == ChatModelType.LOCAL:
         service = LocalFineTuningService(
             _jobs_dir(settings),
@@ -140,6 +125,21 @@ def open_text_models(
                 limits=parameters.limits,
             )
         )
+
+    def open_model(name: str | None) -> ChatModel:
+        model_parameters = parameters
+        if name is not None:
+            source = name if service is None else service.find_model_path(name)
+            model_parameters = renamed(parameters, source)
+        elif agent.parameters.load_from_run is not None:
+            trained = _find_trained_model(agent, settings)
+            source = trained if service is None else service.resolve_model(trained)
+            model_parameters = renamed(parameters, source)
+        model = open_chat_model(model_parameters, settings, scenario_dir=scenario_dir, label=label)
+        # The recorded name stays valid if the run is moved.
+        model.name = name or model.name
+        return model
+
     return open_model, service
 
 
@@ -181,74 +181,89 @@ def models_of_run(run: Path, version: str = LATEST) -> dict[str, Any]:
     version : str
         A checkpoint, or "latest": the end of the run, or else its newest checkpoint.
     """
-    groups = _groups_of(RunDirectory(run), version)
-    if not groups:
+    states = _read_group_states(RunDirectory(run), version)
+    if not states:
         raise ConfigurationError(
             f"the run {run} has no trained chat models. Give a run of a pure-text trainer."
         )
-    return {
-        name: state | {"model": _found(run, name, state["model"])} for name, state in groups.items()
-    }
+    for name, state in states.items():
+        states[name] = state | {"model": _find_model(run, name, state["model"])}
+    return states
 
 
-def _groups_of(directory: RunDirectory, version: str) -> dict[str, Any]:
+def _read_group_states(directory: RunDirectory, version: str) -> dict[str, Any]:
     store = CheckpointStore(directory.checkpoints_dir)
-    if version == LATEST:
-        for name in (RESULTS, f"{MODEL_DIR}/{GROUPS}"):
-            if (directory.path / name).is_file():
-                kept = directory.read_json(name)
-                return dict(kept.get("groups") or {}) if name == RESULTS else dict(kept)
-        checkpoint, _ = store.open_latest()
-    else:
+    if version != LATEST:
         checkpoint = store.named(version)
+    else:
+        # A run that has ended may keep no checkpoint.
+        if (directory.path / RESULTS).is_file():
+            return dict(directory.read_json(RESULTS).get("groups") or {})
+        groups_file = f"{MODEL_DIR}/{GROUPS}"
+        if (directory.path / groups_file).is_file():
+            return dict(directory.read_json(groups_file))
+        checkpoint, _ = store.open_latest()
     return dict(load_state(checkpoint / STATE)["run"].get("groups") or {})
 
 
-def _found(run: Path, group: str, model: str | None) -> str | None:
+def _find_model(run: Path, group: str, model: str | None) -> str | None:
     """Return the current path of a model."""
     parts = Path(model or "").parts
     if JOBS not in parts:
+        # A model behind a service.
         return model
-    place = len(parts) - 1 - parts[::-1].index(JOBS)
-    kept = (Path(*parts[place:]), Path(MODEL_DIR, folder_of_group(group)))
-    places = [run.resolve() / one for one in kept]
-    return next((str(one) for one in places if one.exists()), model)
+    # From the last folder of jobs on: the run itself may be in a folder of that name.
+    jobs_index = len(parts) - 1 - parts[::-1].index(JOBS)
+    candidates = (
+        run.resolve().joinpath(*parts[jobs_index:]),
+        run.resolve() / MODEL_DIR / folder_of_group(group),
+    )
+    for candidate in candidates:
+        if candidate.exists():
+            return str(candidate)
+    return model
 
 
-def _trained_model(agent: TextAgent, settings: ExperimentSettings) -> str:
+def _find_trained_model(agent: TextAgent, settings: ExperimentSettings) -> str:
     """Return the model of an agent in the run that it loads."""
     run, version = str(agent.parameters.load_from_run), agent.parameters.checkpoint_version
     if run.startswith(wandb_runs.SCHEME):
-        name = quote(f"{run}@{version}", safe="")
-        jobs = _jobs_dir(settings)
-        # Without a run directory, `jobs` is in the shared temporary folder.
-        folder = (jobs if settings.run_directory is None else jobs.parent) / "loaded" / name
-        if not folder.exists():
-            unfinished = folder.with_name(f".new-{folder.name}")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            wandb_runs.download_model(run, unfinished / MODEL_DIR, version)
-            unfinished.rename(folder)
-        states = models_of_run(folder)
+        states = models_of_run(_download_run(run, version, settings))
     else:
         states = models_of_run(RunDirectory.find(run, settings.runs_dir).path, version)
-    # Older runs do not name the members of a group.
-    models = [
-        state["model"]
-        for name, state in states.items()
-        if agent.name in state.get("agents", [name, agent.name] if len(states) == 1 else [name])
-    ]
-    if not any(models):
-        trained = sorted(name for name, one in states.items() if one["model"] is not None)
-        raise CheckpointError(
-            f"the run {run} has no trained model of the agent {agent.name!r}, only of the groups "
-            f"{', '.join(trained) or '(none)'}. Choose another run, or set load_from_run to null."
-        )
-    return str(models[0])
+    for name, state in states.items():
+        # Older runs do not name the members of a group; a single one is the agent's.
+        members = [name, agent.name] if len(states) == 1 else [name]
+        if agent.name in state.get("agents", members) and state["model"]:
+            return str(state["model"])
+    trained = sorted(name for name, state in states.items() if state["model"] is not None)
+    raise CheckpointError(
+        f"the run {run} has no trained model of the agent {agent.name!r}, only of the groups "
+        f"{', '.join(trained) or '(none)'}. Choose another run, or set load_from_run to null."
+    )
+
+
+def _download_run(run: str, version: str, settings: ExperimentSettings) -> Path:
+    """Return the folder of a W&B run's models, downloaded once."""
+    jobs_dir = _jobs_dir(settings)
+    # Without a run directory, the jobs are in the shared temporary folder.
+    parent = jobs_dir if settings.run_directory is None else jobs_dir.parent
+    folder = parent / "loaded" / quote(f"{run}@{version}", safe="")
+    if not folder.exists():
+        # Renamed when complete: a kill leaves no half of a model under the final name.
+        unfinished = folder.with_name(f".new-{folder.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        wandb_runs.download_model(run, unfinished / MODEL_DIR, version)
+        unfinished.rename(folder)
+    return folder
 
 
 _SHARED = (
-    *("model", "load_from_run", "checkpoint_version"),
-    *("freeze_agent", "fine_tune_from_scratch"),
+    "model",
+    "load_from_run",
+    "checkpoint_version",
+    "freeze_agent",
+    "fine_tune_from_scratch",
 )
 """Parameters that must be equal for all members of a group."""
 
@@ -259,7 +274,9 @@ class TextAgent:
     def __init__(
         self, name: str, number: int, *, is_verifier: bool, parameters: TextAgentParameters
     ) -> None:
-        self.name, self.number, self.is_verifier = name, number, is_verifier
+        self.name = name
+        self.number = number
+        self.is_verifier = is_verifier
         self.parameters = parameters
         self.group: PureTextSharedModelGroup
 
@@ -318,9 +335,12 @@ class PureTextSharedModelGroup:
         service: FineTuningService | None,
         loop: BackgroundLoop,
     ) -> None:
-        _check_alike(name, agents)
-        self.name, self.agents = name, list(agents)
-        self.service, self.loop, self.plan = service, loop, JobPlan()
+        _require_equal_parameters(name, agents)
+        self.name = name
+        self.agents = list(agents)
+        self.service = service
+        self.loop = loop
+        self.plan = JobPlan()
         self.job_ids: list[str] = []
         self.is_waiting = False
         self._open_model = open_model
@@ -396,7 +416,7 @@ class PureTextSharedModelGroup:
         """Return the status of the pending job, if any; a failed one raises `ServiceError`."""
         if self._pending is None:
             return None
-        return self._look().status
+        return self._fetch_pending_job().status
 
     def switch_to_next_model(self) -> None:
         """Switch to the model of the last job."""
@@ -404,13 +424,13 @@ class PureTextSharedModelGroup:
         if self._pending is None:
             return
         assert self.service is not None
-        job = self._look()
+        job = self._fetch_pending_job()
         if job.model is None:
             raise ServiceError(
                 f"the job {job.job_id} of the group {self.name!r} is {job.status}. Wait until "
                 "get_fine_tune_job_status returns SUCCEEDED."
             )
-        self._switch_to(self.service.take_up(job.model))
+        self._switch_to(self.service.resolve_model(job.model))
         self._pending = None
 
     def drop_dead_job(self) -> bool:
@@ -418,7 +438,7 @@ class PureTextSharedModelGroup:
 
         The next job has the next key and the seed of the dropped one.
         """
-        if self._pending is None or not _is_dead(self._ask_for_job(self._pending)):
+        if self._pending is None or not _is_dead(self._fetch_job(self._pending)):
             return False
         self._pending = None
         self._num_dead += 1
@@ -439,30 +459,30 @@ class PureTextSharedModelGroup:
         """Copy the model into a folder if it was trained in this process."""
         if self.service is None or self._model_name is None:
             return
-        place = Path(self.service.place_of(self._model_name))
+        model_dir = Path(self.service.find_model_path(self._model_name))
         # The name of a remote model may equal that of a local folder.
-        if place.is_absolute() and place.is_dir():
+        if model_dir.is_absolute() and model_dir.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(place, folder)
+            shutil.copytree(model_dir, folder)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `get_state`."""
         model = state["model"]
         if model is not None and self.service is not None:
-            model = self.service.take_up(model)
+            model = self.service.resolve_model(model)
         self._switch_to(model)
-        self._pending, self.job_ids = state["pending"], list(state["jobs"])
+        self._pending = state["pending"]
+        self.job_ids = list(state["jobs"])
         self._num_dead = state.get("num_dead_jobs", 0)
-        trained_weights = state.get("trained_weights", self._older_trained_weights)
+        if "trained_weights" in state:
+            trained_weights = state["trained_weights"]
+        elif isinstance(self.service, LocalFineTuningService) and not self.service.has_adapter:
+            # What jobs trained before they had an option for it.
+            trained_weights = "all"
+        else:
+            trained_weights = None
         options = replace(self.plan.options, trained_weights=trained_weights)
         self.plan = replace(self.plan, options=options)
-
-    @property
-    def _older_trained_weights(self) -> TrainedWeights | None:
-        """Return what jobs trained before they had an option for it."""
-        if isinstance(self.service, LocalFineTuningService) and not self.service.has_adapter:
-            return "all"
-        return None
 
     def models(self) -> list[ChatModel]:
         """Return the open model, if any."""
@@ -493,41 +513,47 @@ class PureTextSharedModelGroup:
                 "freeze_agent=true for its agents, or choose another chat model."
             )
         if self.is_waiting:
-            is_none = self._pending is None
-            return None if is_none else FineTuningJob(str(self._pending), JobStatus.RUNNING)
+            if self._pending is None:
+                return None
+            return FineTuningJob(self._pending, JobStatus.RUNNING)
         number = len(self.job_ids)
         if len(examples) < self.plan.min_examples:
+            # Counted, so that the keys of later jobs do not depend on it.
             self.job_ids.append("")
             return None
-        from_scratch = self.parameters.fine_tune_from_scratch
-        base = self._base_name() if from_scratch else self.model_name
+        if self.parameters.fine_tune_from_scratch:
+            base = self._first_model_name()
+        else:
+            base = self.model_name
         # A job that replaces a dead one has its seed.
-        place = number - self._num_dead
-        seed = derive_seed(self.plan.seed, "fine-tune job", self.name, place) % 2**31
-        common = vars(self.plan.options)
-        options = FineTuningOptions(**(common | {"method": method, "beta": beta, "seed": seed}))
+        seed_number = number - self._num_dead
+        seed = derive_seed(self.plan.seed, "fine-tune job", self.name, seed_number) % 2**31
+        job_options = {"method": method, "beta": beta, "seed": seed}
+        options = FineTuningOptions(**(vars(self.plan.options) | job_options))
         key = f"{self.plan.run_key}/{self.name}/{number}"
         job = self.loop.run(self.service.submit(base, examples, options, key=key))
         self.job_ids.append(job.job_id)
         self._pending = job.job_id
         return job
 
-    def _base_name(self) -> str:
+    def _first_model_name(self) -> str:
+        """Return the name of the model before any job, which is opened for that if necessary."""
         if self._first_name is None:
-            is_first = self._model_name is None
-            first = self.model if is_first else self._open_model(None)
-            self._first_name = first.name
-            if not is_first:
-                self.loop.run(first.close())
+            is_current = self._model_name is None
+            first_model = self.model if is_current else self._open_model(None)
+            self._first_name = first_model.name
+            if not is_current:
+                self.loop.run(first_model.close())
         return self._first_name
 
-    def _ask_for_job(self, job_id: str) -> FineTuningJob:
+    def _fetch_job(self, job_id: str) -> FineTuningJob:
         assert self.service is not None
         return self.loop.run(self.service.job(job_id))
 
-    def _look(self) -> FineTuningJob:
+    def _fetch_pending_job(self) -> FineTuningJob:
+        """Return the pending job; raise for one that has ended without a model."""
         assert self._pending is not None
-        job = self._ask_for_job(self._pending)
+        job = self._fetch_job(self._pending)
         if _is_dead(job):
             reason = job.error or "no reason given"
             raise ServiceError(
@@ -542,14 +568,17 @@ def _is_dead(job: FineTuningJob) -> bool:
     return job.status.is_over and (job.status != JobStatus.SUCCEEDED or job.model is None)
 
 
-def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
-    faults = [
-        f"{what} of {agent.name} is {getattr(agent.parameters, what)!r}, of {agents[0].name} "
-        f"{getattr(agents[0].parameters, what)!r}"
-        for agent in agents[1:]
-        for what in _SHARED
-        if getattr(agent.parameters, what) != getattr(agents[0].parameters, what)
-    ]
+def _require_equal_parameters(name: str, agents: Sequence[TextAgent]) -> None:
+    first, *further_agents = agents
+    faults = []
+    for agent in further_agents:
+        for parameter in _SHARED:
+            value = getattr(agent.parameters, parameter)
+            first_value = getattr(first.parameters, parameter)
+            if value != first_value:
+                faults.append(
+                    f"{parameter} of {agent.name} is {value!r}, of {first.name} {first_value!r}"
+                )
     if faults:
         raise ConfigurationError(
             f"the agents {', '.join(agent.name for agent in agents)} of the group {name!r} cannot "

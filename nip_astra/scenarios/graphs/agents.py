@@ -136,9 +136,10 @@ class GinLayers(nn.ModuleList):
     def forward(self, network: Network) -> tuple[Tensor, Tensor]:
         """Return a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D]."""
         if self.activation == "tanh":
-            layers = cast(Iterable[GinLayer], self)
-            linear = [part for layer in layers for part in (layer.inner, layer.outer)]
-            weights = [weight for part in linear for weight in (part.weight, part.bias)]
+            weights: list[Tensor] = []
+            for layer in cast(Iterable[GinLayer], self):
+                for linear in (layer.inner, layer.outer):
+                    weights += [linear.weight, linear.bias]
             return native.tanh_network(network, weights, digits=self.digits)
         return network.apply(self._layers, digits=self.digits)
 
@@ -176,13 +177,22 @@ class AttentionLayer(nn.Module):
 
     def weights(self) -> LayerWeights:
         """Return all weights."""
-        norm, last = self.attention_norm, self.norm
+        query_by_head = self.query.weight.view(self.num_heads, -1, self.query.in_features)
         return LayerWeights(
-            self.query.weight.view(self.num_heads, -1, self.query.in_features),
-            *(self.query.bias, self.key.weight, self.value.weight),
-            *(self.output.weight, self.output.bias, norm.weight, norm.bias),
-            *(self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias),
-            *(last.weight, last.bias),
+            query_by_head,
+            self.query.bias,
+            self.key.weight,
+            self.value.weight,
+            self.output.weight,
+            self.output.bias,
+            self.attention_norm.weight,
+            self.attention_norm.bias,
+            self.inner.weight,
+            self.inner.bias,
+            self.outer.weight,
+            self.outer.bias,
+            self.norm.weight,
+            self.norm.bias,
         )
 
     def forward(self, pairs: Pairs) -> PairReading | native.NativeReading:
@@ -217,16 +227,18 @@ class SumsNorm(nn.BatchNorm1d):
         if self.training:
             self.num_batches_tracked.add_(1)
         num_batches = int(self.num_batches_tracked)
+        has_statistics = num_batches > 0
+        # At first such that the running mean is the plain mean of all minibatches so far.
+        momentum = max(MOMENTUM, 1 / max(num_batches, 1))
         normed_RD = functional.batch_norm(
             rows_RD,
             # torch uses running statistics if given, even before any training.
-            self.running_mean if num_batches else None,
-            self.running_var if num_batches else None,
+            self.running_mean if has_statistics else None,
+            self.running_var if has_statistics else None,
             self.weight,
             self.bias,
-            training=self.training or not num_batches,
-            # A plain mean of the first minibatches.
-            momentum=max(MOMENTUM, 1 / max(num_batches, 1)),
+            training=self.training or not has_statistics,
+            momentum=momentum,
             eps=self.eps,
         )
         return normed_RD.view(sums_B2D.shape)
@@ -249,8 +261,10 @@ class PairPooling(nn.Module):
             noise_B1D = torch.randn_like(sums_B2D[:, :1]) * self.noise_sigma
             sums_B2D = sums_B2D + noise_B1D * sums_B2D.detach()
         if self.is_pair_invariant:
-            first, second = sums_B2D.unbind(1)
-            sums_B2D = torch.stack([(first + second) / 2, (first - second).abs()], dim=1)
+            first_BD, second_BD = sums_B2D.unbind(1)
+            mean_BD = (first_BD + second_BD) / 2
+            difference_BD = (first_BD - second_BD).abs()
+            sums_B2D = torch.stack([mean_BD, difference_BD], dim=1)
         return sums_B2D
 
 
@@ -303,16 +317,16 @@ class GraphBody(AgentBody):
         # the linear messages so far.
         self._token_sizes = [d_pooled, 2, self.num_places, self.num_linear]
         self.token_input = nn.Linear(sum(self._token_sizes), d_token)
-        self.attention_layers = nn.ModuleList(
-            AttentionLayer(
+        self.attention_layers = nn.ModuleList()
+        for _ in range(parameters.num_transformer_layers):
+            attention_layer = AttentionLayer(
                 d_token,
                 parameters.num_heads,
                 parameters.d_transformer_mlp,
                 parameters.activation_function,
                 dropout=parameters.transformer_dropout,
             )
-            for _ in range(parameters.num_transformer_layers)
-        )
+            self.attention_layers.append(attention_layer)
         self.output = nn.Linear(d_token, shape.d_representation)
 
     def gnn_parameters(self) -> list[nn.Parameter]:
@@ -332,40 +346,47 @@ class GraphBody(AgentBody):
         super().set_statistics(of_any_node, linear_histories)
 
     def forward(self, observation: Observation) -> GraphRepresentation:
-        pairs = Pairs(*self._tokens(observation), observation["node_mask"])
-        *layers, last = self.attention_layers
+        graphs_B2D, nodes_BSD = self._tokens(observation)
+        pairs = Pairs(graphs_B2D, nodes_BSD, observation["node_mask"])
+        *layers, last_layer = self.attention_layers
         for layer in layers:
             reading = layer(pairs)
             pairs = pairs._replace(graphs_B2D=reading.graphs(), nodes_BSD=reading.nodes())
-        reading = last(pairs)
+        # Of the last layer, the nodes are computed only for a policy head.
+        reading = last_layer(pairs)
         return GraphRepresentation(
             self.output(reading.graphs()), lambda: self.output(reading.nodes())
         )
 
     def _tokens(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Return the tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
+        # A product with the parts of a token side by side is the sum of the parts' products, which
+        # are computed once per frame where they are equal for all nodes.
         node, flag, message, linear = torch.split(self.token_input.weight, self._token_sizes, dim=1)
+        d_gnn = self.node_input.out_features
         network = Network(
             sent_BPS=self.history(observation).flatten(1, 3),
             adjacency_B2nn=observation["adjacency"],
             is_node_B2n=observation["node_mask"],
             last_BLS=self.last_message(observation).flatten(1, 2),
             input_DP=self.node_input.weight,
-            node_ED=node[:, : self.node_input.out_features],
+            node_ED=node[:, :d_gnn],
             bias_E=self.token_input.bias,
             message_EL=message,
         )
         nodes_BSD, sums_B2D = self.gnn_layers(network)
         if self.is_dual:
-            without_messages = network.without_messages(node[:, self.node_input.out_features :])
-            more_nodes_BSD, more_sums_B2D = self.gnn_layers(without_messages)
-            nodes_BSD = nodes_BSD + more_nodes_BSD
-            sums_B2D = torch.cat([sums_B2D, more_sums_B2D], dim=2)
+            silent_network = network.without_messages(node[:, d_gnn:])
+            silent_nodes_BSD, silent_sums_B2D = self.gnn_layers(silent_network)
+            nodes_BSD = nodes_BSD + silent_nodes_BSD
+            sums_B2D = torch.cat([sums_B2D, silent_sums_B2D], dim=2)
         sums_B2D = self.pooling(sums_B2D)
         graphs_B2D = functional.linear(sums_B2D, node) + (flag.t() + self.token_input.bias)
-        if self.num_linear:
-            linear_BD = functional.linear(self.linear_history(observation).flatten(1), linear)
-            graphs_B2D, nodes_BSD = graphs_B2D + linear_BD[:, None], nodes_BSD + linear_BD[:, None]
+        if self.num_linear > 0:
+            linear_history = self.linear_history(observation).flatten(1)
+            linear_BD = functional.linear(linear_history, linear)
+            graphs_B2D = graphs_B2D + linear_BD[:, None]
+            nodes_BSD = nodes_BSD + linear_BD[:, None]
         return graphs_B2D, nodes_BSD
 
 
@@ -392,14 +413,20 @@ def closed_graphs(observation: Observation, shape: AgentShape) -> Tensor:
     channel and position, or of the first graph without a question. In a channel without messages of
     a verifier, the last message is the question.
     """
-    history_BRCPS, n = observation["message_history"], observation["node_mask"].shape[-1]
-    visible_V = torch.tensor(shape.visible_channels, device=history_BRCPS.device)
-    frames_B1 = torch.arange(len(history_BRCPS), device=history_BRCPS.device)[:, None]
+    history_BRCPS = observation["message_history"]
+    device = history_BRCPS.device
+    num_nodes = observation["node_mask"].shape[-1]
+    visible_V = torch.tensor(shape.visible_channels, device=device)
+    frames_B1 = torch.arange(len(history_BRCPS), device=device)[:, None]
     rounds_BV = observation["question_round"][:, visible_V]
     question_BVPS = history_BRCPS[frames_B1, rounds_BV, visible_V]
-    is_sent_BVP2 = question_BVPS.view(*question_BVPS.shape[:-1], 2, n).sum(-1) > 0
+    # The symbols are the nodes of the first graph, then those of the second.
+    question_BVP2n = question_BVPS.view(*question_BVPS.shape[:-1], 2, num_nodes)
+    is_sent_BVP2 = question_BVP2n.sum(-1) > 0
     is_first_sent, is_second_sent = is_sent_BVP2.unbind(-1)
-    return torch.stack([is_first_sent & ~is_second_sent, ~is_first_sent], dim=-1)
+    is_first_closed = is_first_sent & ~is_second_sent
+    is_second_closed = ~is_first_sent
+    return torch.stack([is_first_closed, is_second_closed], dim=-1)
 
 
 class GraphPolicyHead(SummaryPolicyHead):

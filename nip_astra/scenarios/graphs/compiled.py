@@ -93,7 +93,7 @@ def is_switched_off() -> bool:
     return read_variable(SWITCH) == "0"
 
 
-class _Loaded(NamedTuple):
+class _LoadedLibrary(NamedTuple):
     """A library with the sha256 of its file, or the reason for its absence."""
 
     library: ctypes.CDLL | None = None
@@ -102,22 +102,22 @@ class _Loaded(NamedTuple):
 
 
 @lru_cache
-def _library(source: Path) -> _Loaded:
+def _library(source: Path) -> _LoadedLibrary:
     started = time.perf_counter()
     try:
         with _folder() as folder:
-            path, descriptor = _compiled(source, folder)
+            path, descriptor = _compile_once(source, folder)
             # Through the descriptor, because the file at the path may have been replaced. It stays
             # open: the loader would take a reused number for the earlier file.
-            held = Path(f"/proc/self/fd/{descriptor}")
-            library = ctypes.CDLL(str(held if held.exists() else path))
+            open_file = Path(f"/proc/self/fd/{descriptor}")
+            library = ctypes.CDLL(str(open_file if open_file.exists() else path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = _reason(error)
         logger.info("%s is not compiled, torch is used: %s", source.name, reason)
-        return _Loaded(reason=reason)
+        return _LoadedLibrary(reason=reason)
     seconds = time.perf_counter() - started
     logger.info("%s runs as compiled for this processor (%.1f s): %s", source.name, seconds, path)
-    return _Loaded(library, _digest_in(path))
+    return _LoadedLibrary(library, _digest_in_name(path))
 
 
 def _reason(error: Exception) -> str:
@@ -126,62 +126,61 @@ def _reason(error: Exception) -> str:
     return f"the compiler fails: {output.splitlines()[0]}" if output else str(error)
 
 
-def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
+def _compile_once(source: Path, folder: Path) -> tuple[Path, int]:
     """Return the shared library of a source file, compiled if needed, and its file descriptor."""
     headers = sorted(source.parent.glob("*.h"))
     text = b"".join(path.read_bytes() for path in (source, *headers))
     compiler = _compiler()
+    # A library is reused only with the compiler, flags and processor that it was made for.
     traits = "\n".join([*compiler, _run(*compiler, "--version"), *_FLAGS, _processor()])
     key = hashlib.sha256(text + traits.encode()).hexdigest()[:24]
     for path in folder.glob(f"{source.stem}-{key}-*.so"):
-        if (descriptor := _verified(path)) is not None:
+        if (descriptor := _open_verified(path)) is not None:
             return path, descriptor
         logger.warning("%s was changed, so it is compiled again", path)
         path.unlink()
     # Renamed at the end, because another process may compile the same file.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "made.so"
-        _compile(compiler, source, made)
-        made.chmod(0o500)
-        digest = hashlib.sha256(made.read_bytes()).hexdigest()
-        path = made.rename(folder / f"{source.stem}-{key}-{digest}.so")
-    descriptor = _verified(path)
+        output = Path(scratch) / "compiled.so"
+        _compile(compiler, source, output)
+        output.chmod(0o500)
+        digest = hashlib.sha256(output.read_bytes()).hexdigest()
+        path = output.rename(folder / f"{source.stem}-{key}-{digest}.so")
+    descriptor = _open_verified(path)
     if descriptor is None:
         raise OSError(f"{path} changed right after it was written")
     return path, descriptor
 
 
-def _verified(path: Path) -> int | None:
+def _open_verified(path: Path) -> int | None:
     """Return the descriptor of a file that only this user can write, with its sha256 as name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
-    about = os.fstat(descriptor)
-    with open(descriptor, "rb", closefd=False) as file:
-        is_file = stat.S_ISREG(about.st_mode)
-        is_own = about.st_uid == os.getuid() and not about.st_mode & _OTHERS_WRITE
-        if is_file and is_own:
+    status = os.fstat(descriptor)
+    is_file = stat.S_ISREG(status.st_mode)
+    is_owner_only = status.st_uid == os.getuid() and not status.st_mode & _OTHERS_WRITE
+    if is_file and is_owner_only:
+        with open(descriptor, "rb", closefd=False) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest == _digest_in(path):
-                return descriptor
+        if digest == _digest_in_name(path):
+            return descriptor
     os.close(descriptor)
     return None
 
 
-def _digest_in(path: Path) -> str:
+def _digest_in_name(path: Path) -> str:
     """Return the sha256 in a file's name."""
     return path.stem.rpartition("-")[2]
 
 
 def _compiler() -> list[str]:
     """Return the command of a C compiler: `CC`, or a common one."""
-    candidates = [shlex.split(read_variable("CC") or ""), ["cc"], ["gcc"], ["clang"]]
-    found = (command for command in candidates if command and shutil.which(command[0]))
-    compiler = next(found, None)
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler (cc, gcc or clang)")
-    return compiler
+    for command in (shlex.split(read_variable("CC") or ""), ["cc"], ["gcc"], ["clang"]):
+        if command and shutil.which(command[0]):
+            return command
+    raise FileNotFoundError("there is no C compiler (cc, gcc or clang)")
 
 
 def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
@@ -198,16 +197,18 @@ def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
 
 def _run(*command: str, scratch: Path | None = None) -> str:
     """Run a command and return its output; its temporary files go to `scratch`."""
-    return subprocess.run(
+    environment = None if scratch is None else os.environ | {"TMPDIR": str(scratch)}
+    completed = subprocess.run(
         command,
-        env=None if scratch is None else os.environ | {"TMPDIR": str(scratch)},
+        env=environment,
         capture_output=True,
         text=True,
         # Messages may be in any encoding.
         errors="replace",
         check=True,
         timeout=_COMPILE_SECONDS,
-    ).stdout
+    )
+    return completed.stdout
 
 
 def _processor() -> str:
@@ -231,7 +232,7 @@ def _folder() -> Iterator[Path]:
         # RuntimeError: there is no home.
         logger.info("compiled code is not cached: %s", error)
         with tempfile.TemporaryDirectory() as scratch:
-            yield _of_this_user_alone(Path(scratch))
+            yield _check_private(Path(scratch))
     else:
         yield folder
 
@@ -242,21 +243,23 @@ def _cache_folder() -> Path:
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         # One by one: `mkdir` ignores the mode for parents.
         missing.mkdir(mode=0o700, exist_ok=True)
-    return _of_this_user_alone(folder)
+    return _check_private(folder)
 
 
-def _of_this_user_alone(folder: Path) -> Path:
-    """Resolve links in a folder, if nobody else can add or replace files in it or above it."""
+def _check_private(folder: Path) -> Path:
+    """Resolve links in a folder; raise if somebody else can add or replace files in or above it."""
     if not hasattr(os, "getuid"):
         raise PermissionError(f"the owner of {folder} is unknown on this system")
     resolved = folder.resolve(strict=True)
     user = os.getuid()
     for path in (resolved, *resolved.parents):
-        about = path.stat()
-        # In a sticky folder such as /tmp, only its owner can replace a file.
-        is_open = about.st_mode & _OTHERS_WRITE and (
-            path == resolved or not about.st_mode & stat.S_ISVTX
-        )
-        if is_open or about.st_uid not in ({user} if path == resolved else {user, 0}):
+        status = path.stat()
+        is_open = bool(status.st_mode & _OTHERS_WRITE)
+        owners = {user}
+        if path != resolved:
+            # In a sticky folder such as /tmp, only its owner can replace a file.
+            is_open = is_open and not status.st_mode & stat.S_ISVTX
+            owners = {user, 0}
+        if is_open or status.st_uid not in owners:
             raise PermissionError(f"others may write to {path}")
     return resolved

@@ -46,12 +46,13 @@ def attention_formula(
 ) -> Tensor:
     """Compute `norm(X + softmax(M + (X Wq' + bq) K') K Wo + bo)`, a query per head and row of X."""
     query_JD, query_bias_J, output_JD, output_bias_D, gain_D, shift_D = weights
-    queries_GQD = functional.linear(tokens_GTD, query_JD, query_bias_J).view(
-        len(tokens_GTD), -1, tokens_GTD.shape[2]
-    )
+    num_groups, num_tokens, d = tokens_GTD.shape
+    queries_GTJ = functional.linear(tokens_GTD, query_JD, query_bias_J)
+    queries_GQD = queries_GTJ.view(num_groups, -1, d)
     shares_GQK = drop_out(_shares(queries_GQD, keys_GKD, mask_GK1))
-    read_GTJ = torch.bmm(shares_GQK, keys_GKD).view(*tokens_GTD.shape[:2], -1)
-    sum_GTD = tokens_GTD + drop_out(functional.linear(read_GTJ, output_JD.t(), output_bias_D))
+    read_GTJ = torch.bmm(shares_GQK, keys_GKD).view(num_groups, num_tokens, -1)
+    output_GTD = functional.linear(read_GTJ, output_JD.t(), output_bias_D)
+    sum_GTD = tokens_GTD + drop_out(output_GTD)
     return functional.layer_norm(sum_GTD, sum_GTD.shape[2:], gain_D, shift_D, NORM_EPS)
 
 
@@ -95,7 +96,8 @@ class PairReading:
     """
 
     def __init__(self, pairs: Pairs, attend: Attend) -> None:
-        self.pairs, self.attend = pairs, attend
+        self.pairs = pairs
+        self.attend = attend
         first, second = pairs.nodes_BSD.chunk(2, dim=1)
         # The first half is what the first graph's nodes read, the second half the second's.
         self._keys_BKD = torch.cat([second, pairs.graphs_B2D, first, pairs.graphs_B2D], dim=1)
@@ -156,12 +158,12 @@ def joint_weights(weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor
     heads, of_head, d = weights.query_HdD.shape
     key_HDd = weights.key_DD.view(heads, of_head, d).transpose(1, 2) / math.sqrt(of_head)
     value_HDd = weights.value_DD.view(heads, of_head, d).transpose(1, 2)
-    return (
-        torch.bmm(key_HDd, weights.query_HdD).flatten(0, 1),
-        torch.bmm(key_HDd, weights.query_bias_D.view(heads, of_head, 1)).flatten(),
-        torch.bmm(value_HDd, weights.output_DD.t().reshape(heads, of_head, d)).flatten(0, 1),
-        weights.output_bias_D,
-    )
+    query_bias_Hd1 = weights.query_bias_D.view(heads, of_head, 1)
+    output_HdD = weights.output_DD.t().reshape(heads, of_head, d)
+    query_JD = torch.bmm(key_HDd, weights.query_HdD).flatten(0, 1)
+    query_bias_J = torch.bmm(key_HDd, query_bias_Hd1).flatten()
+    output_JD = torch.bmm(value_HDd, output_HdD).flatten(0, 1)
+    return query_JD, query_bias_J, output_JD, weights.output_bias_D
 
 
 def read(
@@ -231,9 +233,11 @@ class Network(NamedTuple):
             Decimal places to which nodes are rounded after all layers.
         """
         num_frames, num_sent, num_nodes = self.sent_BPS.shape
-        nodes = functional.linear(
-            self.sent_BPS.transpose(1, 2), self.input_DP[:, :num_sent], self.input_DP[:, num_sent]
-        )
+        # The further column, of every node, is a bias.
+        sent_BSP = self.sent_BPS.transpose(1, 2)
+        weight_DP = self.input_DP[:, :num_sent]
+        bias_D = self.input_DP[:, num_sent]
+        nodes = functional.linear(sent_BSP, weight_DP, bias_D)
         adjacency_Gnn = self.adjacency_B2nn.flatten(0, 1)
         # Every node is a neighbour of itself: epsilon is 0.
         closed_Gnn = adjacency_Gnn + torch.eye(num_nodes // 2, device=adjacency_Gnn.device)
@@ -247,8 +251,7 @@ class Network(NamedTuple):
         nodes_BSD = nodes_GnD.view(num_frames, num_nodes, -1)
         tokens_BSE = functional.linear(nodes_BSD, self.node_ED, self.bias_E)
         # Few places: one product of two vectors each is faster than one of narrow matrices.
-        for sent_BS, weight_E in zip(
-            self.last_BLS.unbind(1), self.message_EL.unbind(1), strict=True
-        ):
+        messages = zip(self.last_BLS.unbind(1), self.message_EL.unbind(1), strict=True)
+        for sent_BS, weight_E in messages:
             tokens_BSE = torch.addcmul(tokens_BSE, sent_BS[..., None], weight_E)
         return tokens_BSE, sums_B2D

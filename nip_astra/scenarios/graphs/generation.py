@@ -150,42 +150,49 @@ class _Generator:
 
     def different(self, num_pairs: int) -> GraphPairs:
         """Generate non-isomorphic pairs in the requested mix of scores."""
-        parts = [
-            self._collected(count, partial(self._tries, kind), name)
-            for (kind, name), count in zip(_NAMES.items(), self._counts(num_pairs), strict=True)
-        ]
+        parts = []
+        counts = self._counts(num_pairs)
+        for (kind, name), count in zip(_NAMES.items(), counts, strict=True):
+            parts.append(self._collect(count, partial(self._sample_kind, kind), name))
         return _joined(parts)
 
     def isomorphic_from(self, pairs: GraphPairs, num_pairs: int) -> GraphPairs:
         """Generate isomorphic pairs from graphs of other pairs, equally often each."""
         if num_pairs == 0:
             return self._empty()
-        both = GraphPairs(
-            pairs.adjacency.reshape(-1, 1, self.n, self.n).repeat(2, axis=1),
+        # Each graph of a pair, twice.
+        graphs = pairs.adjacency.reshape(-1, 1, self.n, self.n)
+        doubled = GraphPairs(
+            graphs.repeat(2, axis=1),
             pairs.num_nodes.repeat(2),
             np.full(2 * pairs.num_pairs, ISOMORPHIC),
         )
-        both = self._of_this_split(both.take(self.random.permutation(both.num_pairs)))
-        if both.num_pairs == 0:
+        order = self.random.permutation(doubled.num_pairs)
+        doubled = self._select_split(doubled.take(order))
+        if doubled.num_pairs == 0:
             return self.isomorphic(num_pairs)
-        return both.take(np.arange(num_pairs) % both.num_pairs)
+        return doubled.take(np.arange(num_pairs) % doubled.num_pairs)
 
     def isomorphic(self, num_pairs: int) -> GraphPairs:
         """Generate isomorphic pairs of new graphs."""
         if self.parameters.isomorphic_graphs == "independent":
-            return self._collected(num_pairs, self._random_twice, "isomorphic")
-        parts = [
-            self._collected(count, partial(self._first_twice, kind), f"halves of pairs {name}")
-            for (kind, name), count in zip(_NAMES.items(), self._counts(num_pairs), strict=True)
-        ]
+            return self._collect(num_pairs, self._double_random, "isomorphic")
+        parts = []
+        counts = self._counts(num_pairs)
+        for (kind, name), count in zip(_NAMES.items(), counts, strict=True):
+            sample = partial(self._double_first, kind)
+            parts.append(self._collect(count, sample, f"halves of pairs {name}"))
         return _joined(parts)
 
     def finished(self, pairs: GraphPairs) -> GraphPairs:
         """Shuffle the pairs, permute their nodes and swap graphs at random."""
         pairs = pairs.take(self.random.permutation(pairs.num_pairs))
         rows = np.arange(pairs.num_pairs)
+        # The place of the graph that becomes the first one.
         first = self.random.integers(0, 2, pairs.num_pairs)
-        swapped = np.stack([pairs.adjacency[rows, first], pairs.adjacency[rows, 1 - first]], axis=1)
+        first_graphs = pairs.adjacency[rows, first]
+        second_graphs = pairs.adjacency[rows, 1 - first]
+        swapped = np.stack([first_graphs, second_graphs], axis=1)
         sizes = pairs.num_nodes.repeat(2)
         relabelled = relabel(swapped.reshape(-1, self.n, self.n), sizes, self.random)
         return pairs._replace(adjacency=relabelled.reshape(swapped.shape))
@@ -200,12 +207,15 @@ class _Generator:
         none = np.zeros(0, dtype=np.int64)
         return GraphPairs(np.zeros((0, 2, self.n, self.n), dtype=np.bool_), none, none)
 
-    def _collected(
-        self, num_pairs: int, tries: Callable[[int], GraphPairs], name: str
+    def _collect(
+        self, num_pairs: int, sample: Callable[[int], GraphPairs], name: str
     ) -> GraphPairs:
         """Sample until there are enough pairs of this split."""
-        parts, num_accepted, num_tries = [self._empty()], 0, 0
+        parts = [self._empty()]
+        num_accepted = 0
+        num_tries = 0
         while num_accepted < num_pairs:
+            # Not before some batches, of which a rare kind may have none by chance.
             if num_accepted < (num_tries - 10 * _BATCH) * MIN_YIELD:
                 raise DataError(
                     f"{num_tries} tries produced {num_accepted} of {num_pairs} {self.split} pairs "
@@ -215,36 +225,43 @@ class _Generator:
                 )
             # Small batches for a small split, larger ones for rare pairs.
             size = int(np.clip(4 * (num_pairs - num_accepted) + num_tries, 64, _BATCH))
-            accepted = self._of_this_split(tries(size))
+            accepted = self._select_split(sample(size))
             parts.append(accepted)
             num_accepted += accepted.num_pairs
             num_tries += size
         return _joined(parts).take(np.arange(num_pairs))
 
-    def _of_this_split(self, pairs: GraphPairs) -> GraphPairs:
+    def _select_split(self, pairs: GraphPairs) -> GraphPairs:
+        # By the hash of the pair: parameters and seeds of other runs assign it to the same split.
         is_for_test = pair_hashes(pairs) < np.uint64(TEST_SHARE * 2**64)
         return pairs.take(is_for_test == (self.split == "test"))
 
-    def _tries(self, kind: int, size: int) -> GraphPairs:
+    def _sample_kind(self, kind: int, size: int) -> GraphPairs:
         """Sample pairs, and keep those of score 1, 2, or at least 3."""
         first, num_nodes, chance = self._random_graphs(size)
         if kind == 1:
             second = random_graphs(num_nodes, chance, self.n, self.random)
         elif kind == 2:
-            second = switched(first, np.zeros_like(first[:, 0]), NUM_DEGREE_SWITCHES, self.random)
+            # One colour for all nodes: switches keep the degrees, which round 1 compares.
+            same_colours = np.zeros(first[:, 0].shape, dtype=np.int64)
+            second = switched(first, same_colours, NUM_DEGREE_SWITCHES, self.random)
         else:
-            second = switched(first, first.sum(-1), NUM_COLOUR_SWITCHES, self.random)
+            # The colours of round 1: switches keep those of round 2.
+            degrees = first.sum(-1)
+            second = switched(first, degrees, NUM_COLOUR_SWITCHES, self.random)
         adjacency = np.stack([first, second], axis=1)
         scores = refinement_rounds(adjacency, np.stack([num_nodes, num_nodes], axis=1))
-        is_accepted = (scores > 2) & (scores < BEYOND_WL) if kind == 3 else scores == kind
+        is_accepted = scores == kind
+        if kind == 3:
+            is_accepted = (scores > 2) & (scores < BEYOND_WL)
         return GraphPairs(adjacency, num_nodes, scores).take(is_accepted)
 
-    def _first_twice(self, kind: int, size: int) -> GraphPairs:
-        pairs = self._tries(kind, size)
+    def _double_first(self, kind: int, size: int) -> GraphPairs:
+        pairs = self._sample_kind(kind, size)
         adjacency = pairs.adjacency[:, :1].repeat(2, axis=1)
         return GraphPairs(adjacency, pairs.num_nodes, np.full(pairs.num_pairs, ISOMORPHIC))
 
-    def _random_twice(self, size: int) -> GraphPairs:
+    def _double_random(self, size: int) -> GraphPairs:
         graphs, num_nodes, _ = self._random_graphs(size)
         adjacency = graphs[:, None].repeat(2, axis=1)
         return GraphPairs(adjacency, num_nodes, np.full(size, ISOMORPHIC))
@@ -266,12 +283,14 @@ def pair_hashes(pairs: GraphPairs) -> HashArray:
     """Return hashes of pairs, invariant to the order of the graphs and of their nodes."""
     n = pairs.adjacency.shape[-1]
     hashes = wl_hashes(pairs.adjacency.reshape(-1, n, n), pairs.num_nodes.repeat(2))
+    # Sorted, so that the order of the graphs does not matter.
     low, high = np.sort(hashes.reshape(-1, 2), axis=1).T
     # An odd factor and a rotation, so that equal hashes do not cancel.
-    mixed: HashArray = (low * np.uint64(0xD6E8FEB86659FD93)) ^ (
-        (high << np.uint64(32)) | (high >> np.uint64(32))
-    )
-    return mixed * np.uint64(0xD6E8FEB86659FD93)
+    factor = np.uint64(0xD6E8FEB86659FD93)
+    half = np.uint64(32)
+    rotated = (high << half) | (high >> half)
+    mixed: HashArray = (low * factor) ^ rotated
+    return mixed * factor
 
 
 def random_graphs(
@@ -282,7 +301,9 @@ def random_graphs(
 ) -> BoolArray:
     """Generate graphs with independent edges, [N, n, n]."""
     is_real = np.arange(n) < num_nodes[:, None]
-    above = np.triu(random.random((len(num_nodes), n, n)) < chance[:, None, None], k=1)
+    is_edge = random.random((len(num_nodes), n, n)) < chance[:, None, None]
+    # Each pair of nodes once, without loops; then both directions.
+    above = np.triu(is_edge, k=1)
     above &= is_real[:, :, None] & is_real[:, None]
     graphs: BoolArray = above | above.transpose(0, 2, 1)
     return graphs
@@ -291,7 +312,9 @@ def random_graphs(
 def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator) -> BoolArray:
     """Permute the real nodes of graphs, [N, n, n], at random."""
     n = graphs.shape[-1]
-    keys = np.where(np.arange(n) < num_nodes[:, None], random.random((len(graphs), n)), 2.0)
+    is_real = np.arange(n) < num_nodes[:, None]
+    # Sorting random keys permutes; padding has a larger key, and stays last.
+    keys = np.where(is_real, random.random((len(graphs), n)), 2.0)
     order = keys.argsort(axis=1)
     rows = np.take_along_axis(graphs, order[:, :, None], axis=1)
     return np.take_along_axis(rows, order[:, None], axis=2)
@@ -308,25 +331,28 @@ def switched(
     all_rows = np.flatnonzero(num_edges >= 2)
     for _ in range(num_tries if len(all_rows) else 0):
         draws = random.random((3, len(all_rows)))
-        one = (draws[0] * num_edges[all_rows]).astype(np.int64)
-        other = (draws[1] * num_edges[all_rows]).astype(np.int64)
+        # Two edges a-b and c-d of each graph become a-d and c-b.
+        first_edge = (draws[0] * num_edges[all_rows]).astype(np.int64)
+        second_edge = (draws[1] * num_edges[all_rows]).astype(np.int64)
         is_turned = draws[2] < 0.5
-        a, b = edges[all_rows, one].T
-        ends = edges[all_rows, other]
+        a, b = edges[all_rows, first_edge].T
+        ends = edges[all_rows, second_edge]
         c = np.where(is_turned, ends[:, 1], ends[:, 0])
         d = np.where(is_turned, ends[:, 0], ends[:, 1])
-        is_possible = (colours[all_rows, a] == colours[all_rows, c]) & (
-            colours[all_rows, b] == colours[all_rows, d]
-        )
-        is_possible &= (a != d) & (b != c)
-        is_possible &= ~graphs[all_rows, a, d] & ~graphs[all_rows, c, b]
-        chosen = np.flatnonzero(is_possible)
-        rows, a, b, c, d = (array[chosen] for array in (all_rows, a, b, c, d))
-        for start, end, value in ((a, b, False), (c, d, False), (a, d, True), (c, b, True)):
-            graphs[rows, start, end] = value
-            graphs[rows, end, start] = value
-        edges[rows, one[chosen]] = np.stack([a, d], axis=1)
-        edges[rows, other[chosen]] = np.stack([c, b], axis=1)
+        has_same_colours = colours[all_rows, a] == colours[all_rows, c]
+        has_same_colours &= colours[all_rows, b] == colours[all_rows, d]
+        has_loop = (a == d) | (b == c)
+        has_double_edge = graphs[all_rows, a, d] | graphs[all_rows, c, b]
+        switched_rows = np.flatnonzero(has_same_colours & ~has_loop & ~has_double_edge)
+        rows, a, b, c, d = (array[switched_rows] for array in (all_rows, a, b, c, d))
+        for start, end in ((a, b), (c, d)):
+            graphs[rows, start, end] = False
+            graphs[rows, end, start] = False
+        for start, end in ((a, d), (c, b)):
+            graphs[rows, start, end] = True
+            graphs[rows, end, start] = True
+        edges[rows, first_edge[switched_rows]] = np.stack([a, d], axis=1)
+        edges[rows, second_edge[switched_rows]] = np.stack([c, b], axis=1)
     return graphs
 
 
@@ -334,7 +360,11 @@ def _edges(graphs: BoolArray) -> tuple[IntArray, IntArray]:
     """Return edges of each graph, [N, E, 2], and their number, [N]."""
     rows, starts, ends = np.nonzero(np.triu(graphs, k=1))
     num_edges = np.bincount(rows, minlength=len(graphs))
+    # Edges are listed graph by graph: the number of an edge in its graph is its distance from the
+    # graph's first one.
     firsts = np.concatenate([[0], num_edges.cumsum()[:-1]])
-    edges = np.zeros((len(graphs), max(int(num_edges.max(initial=0)), 1), 2), dtype=np.int64)
-    edges[rows, np.arange(len(rows)) - firsts[rows]] = np.stack([starts, ends], axis=1)
+    numbers = np.arange(len(rows)) - firsts[rows]
+    max_edges = max(int(num_edges.max(initial=0)), 1)
+    edges = np.zeros((len(graphs), max_edges, 2), dtype=np.int64)
+    edges[rows, numbers] = np.stack([starts, ends], axis=1)
     return edges, num_edges

@@ -91,7 +91,8 @@ class NativeReading:
     """`tanh_reading` in C."""
 
     def __init__(self, pairs: Pairs, weights: LayerWeights) -> None:
-        self.pairs, self.weights = pairs, weights
+        self.pairs = pairs
+        self.weights = weights
 
     def graphs(self) -> Tensor:
         return NativeGraphTokens.run((*self.pairs, *self.weights))[0]
@@ -111,26 +112,30 @@ def _plain_gradients(
     with torch.enable_grad():
         # Views, so that an input from which another was computed gets only its own part.
         views = [tensor.view_as(tensor) for tensor in inputs]
-        found = formula(*views)
-        results = (found,) if isinstance(found, Tensor) else found
+        output = formula(*views)
+        results = (output,) if isinstance(output, Tensor) else output
         # Where some weights do not learn, one of several results may be a constant.
-        pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
-        derivatives = iter(
-            torch.autograd.grad(
-                [result for result, _ in pairs],
-                [view for view in views if view.requires_grad],
-                [gradient for _, gradient in pairs],
-                create_graph=True,
-                # Weights of absent message places are in no result.
-                allow_unused=True,
-            )
+        learning_results = []
+        learning_gradients = []
+        for formula_result, gradient in zip(results, gradients, strict=True):
+            if formula_result.requires_grad:
+                learning_results.append(formula_result)
+                learning_gradients.append(gradient)
+        derivatives = torch.autograd.grad(
+            learning_results,
+            [view for view in views if view.requires_grad],
+            learning_gradients,
+            create_graph=True,
+            # Weights of absent message places are in no result.
+            allow_unused=True,
         )
-    return tuple(next(derivatives) if view.requires_grad else None for view in views)
+    remaining = iter(derivatives)
+    return tuple(next(remaining) if view.requires_grad else None for view in views)
 
 
 class _Native(torch.autograd.Function):
-    """A formula in C: `NAME_forward(*sizes, *inputs, *kept, *results)` and
-    `NAME_backward(*sizes, *gradients, *inputs, *kept, *of_inputs)`, all contiguous.
+    """A formula in C: `NAME_forward(*sizes, *inputs, *intermediates, *results)` and
+    `NAME_backward(*sizes, *gradients, *inputs, *intermediates, *input_gradients)`, all contiguous.
 
     Second derivatives are those of the formula.
     """
@@ -138,7 +143,7 @@ class _Native(torch.autograd.Function):
     name: ClassVar[str]
     constants: ClassVar[tuple[int, ...]]
     """Inputs without derivatives."""
-    num_kept: ClassVar[int] = 0
+    num_intermediates: ClassVar[int] = 0
     """Number of tensors that `forward` keeps for `backward` besides the inputs."""
 
     @classmethod
@@ -167,8 +172,8 @@ class _Native(torch.autograd.Function):
         raise NotImplementedError
 
     @classmethod
-    def empty_kept(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Allocate the `num_kept` kept tensors."""
+    def empty_intermediates(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Allocate the `num_intermediates` tensors."""
         return ()
 
     @classmethod
@@ -179,69 +184,82 @@ class _Native(torch.autograd.Function):
     @classmethod
     def takes(cls, inputs: Sequence[Tensor]) -> bool:
         """Return whether C computes this; otherwise torch does, or raises."""
-        are_small = all(
-            rows * columns <= MOST_WEIGHTS and rows % TILE == columns % TILE == 0
-            for rows, columns in cls.widths(inputs)
-        )
+        for rows, columns in cls.widths(inputs):
+            # Larger matrices are multiplied faster by torch.
+            if rows * columns > MOST_WEIGHTS or rows % TILE != 0 or columns % TILE != 0:
+                return False
+        for number, tensor in enumerate(inputs):
+            dtype = torch.bool if number == IS_NODE else torch.float32
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                return False
+            if tensor.dtype != dtype:
+                return False
+        if any(inputs[number].requires_grad for number in cls.constants):
+            return False
+        # Broadcast shapes, for instance, are left to torch.
+        if [tuple(tensor.shape) for tensor in inputs] != list(cls.shapes(inputs)):
+            return False
+        # C counts a graph's nodes, so padding must be last.
         is_node_B2n = inputs[IS_NODE]
-        return (
-            are_small
-            and all(x.device.type == "cpu" and x.layout == torch.strided for x in inputs)
-            and all(
-                x.dtype == (torch.bool if i == IS_NODE else torch.float32)
-                for i, x in enumerate(inputs)
-            )
-            and not any(inputs[i].requires_grad for i in cls.constants)
-            and [tuple(x.shape) for x in inputs] == list(cls.shapes(inputs))
-            # C counts a graph's nodes, so padding must be last.
-            and not bool((is_node_B2n[..., 1:] > is_node_B2n[..., :-1]).any())
-            and CODES[cls.name].library() is not None
-        )
+        if bool((is_node_B2n[..., 1:] > is_node_B2n[..., :-1]).any()):
+            return False
+        return CODES[cls.name].library() is not None
 
     @classmethod
     def run(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the results, with derivatives if gradients are enabled."""
         inputs = [tensor.contiguous() for tensor in inputs]
         if not torch.is_grad_enabled():
-            return cls.compute(inputs, cls.num_kept * [None])
+            return cls.compute(inputs, cls.num_intermediates * [None])
         results: tuple[Tensor, ...] = cls.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's
         return results
 
     @classmethod
-    def compute(cls, inputs: Sequence[Tensor], kept: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the results and write to the kept tensors that are not None."""
+    def compute(
+        cls, inputs: Sequence[Tensor], intermediates: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """Return the results and write to the intermediates tensors that are not None."""
         results = cls.empty_results(inputs)
-        given = (*cls.sizes(inputs), *cls.grouped(inputs), *kept)
-        CODES[cls.name].call(f"{cls.name}_forward", *given, *results)
+        arguments = (*cls.sizes(inputs), *cls.grouped(inputs), *intermediates)
+        CODES[cls.name].call(f"{cls.name}_forward", *arguments, *results)
         return results
 
     @classmethod
     def forward(cls, ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        kept = cls.empty_kept(inputs)
-        results = cls.compute(inputs, kept)
-        ctx.save_for_backward(*inputs, *kept)
+        intermediates = cls.empty_intermediates(inputs)
+        results = cls.compute(inputs, intermediates)
+        ctx.save_for_backward(*inputs, *intermediates)
         return results
 
     @classmethod
     def backward(cls, ctx: Any, *gradients: Tensor) -> Gradients:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        inputs, kept = saved[: len(ctx.needs_input_grad)], saved[len(ctx.needs_input_grad) :]
+        num_inputs = len(ctx.needs_input_grad)
+        inputs = ctx.saved_tensors[:num_inputs]
+        intermediates = ctx.saved_tensors[num_inputs:]
+        # By `create_graph`: the derivatives must be differentiable.
         if torch.is_grad_enabled():
             return _plain_gradients(cls.formula, inputs, gradients)
-        of_inputs = [
-            None if i in cls.constants else torch.empty_like(x) for i, x in enumerate(inputs)
+        input_gradients = [
+            None if number in cls.constants else torch.empty_like(tensor)
+            for number, tensor in enumerate(inputs)
         ]
-        written = [x for x in cls.grouped(of_inputs) if x is not None]
-        given = (*cls.sizes(inputs), *(x.contiguous() for x in gradients), *cls.grouped(inputs))
-        CODES[cls.name].call(f"{cls.name}_backward", *given, *kept, *written)
-        return tuple(of_inputs)
+        outputs = [gradient for gradient in cls.grouped(input_gradients) if gradient is not None]
+        contiguous_gradients = [gradient.contiguous() for gradient in gradients]
+        arguments = (
+            *cls.sizes(inputs),
+            *contiguous_gradients,
+            *cls.grouped(inputs),
+            *intermediates,
+        )
+        CODES[cls.name].call(f"{cls.name}_backward", *arguments, *outputs)
+        return tuple(input_gradients)
 
 
 class NativeNetwork(_Native):
     """`Network.apply` with layers of `gin_formula`, whose weights are the last inputs."""
 
     name = "network"
-    num_kept = 1
+    num_intermediates = 1
     constants = (0, 1, 2, 3)
 
     @classmethod
@@ -281,7 +299,7 @@ class NativeNetwork(_Native):
         )
 
     @classmethod
-    def empty_kept(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def empty_intermediates(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         num_layers, num_graphs, n, d, *_ = cls.sizes(inputs)
         return (inputs[0].new_empty(num_layers + 1, num_graphs * n, d),)
 
@@ -319,10 +337,13 @@ class NativeGraphTokens(_Native):
     def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
         _, num_frames, n, d, heads, f = cls.sizes(inputs)
         of_head = inputs[-NUM_WEIGHTS].shape[1]
+        # In the order of `Pairs`, then of `LayerWeights`.
         tokens = [(num_frames, 2, d), (num_frames, 2 * n, d), (num_frames, 2, n)]
-        attention = [(heads, of_head, heads * of_head), (d,), *3 * [(d, d)], *3 * [(d,)]]
-        perceptron = [(f, d), (f,), (d, f), *3 * [(d,)]]
-        return [*tokens, *attention, *perceptron]
+        query = [(heads, of_head, heads * of_head), (d,)]
+        key_value_output = [(d, d), (d, d), (d, d), (d,)]
+        norm = [(d,), (d,)]
+        perceptron = [(f, d), (f,), (d, f), (d,)]
+        return [*tokens, *query, *key_value_output, *norm, *perceptron, *norm]
 
     @classmethod
     def empty_results(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

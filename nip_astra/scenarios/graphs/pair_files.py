@@ -30,11 +30,12 @@ _PARTS = ("adjacency", "num_nodes", "wl_score")
 
 def save_pairs(path: Path | str, *, train: GraphPairs, test: GraphPairs) -> None:
     """Write both splits to a safetensors file."""
-    tensors = {
-        f"{split}.{part}": torch.from_numpy(np.ascontiguousarray(getattr(pairs, part)))
-        for split, pairs in zip(SPLITS, (train, test), strict=True)
-        for part in _PARTS
-    }
+    tensors = {}
+    for split, pairs in zip(SPLITS, (train, test), strict=True):
+        for part in _PARTS:
+            # safetensors writes the memory as it lies.
+            array = np.ascontiguousarray(getattr(pairs, part))
+            tensors[f"{split}.{part}"] = torch.from_numpy(array)
     try:
         save_file(tensors, Path(path))
     except (OSError, SafetensorError) as error:
@@ -77,7 +78,9 @@ def _read(tensors: dict[str, Tensor], split: str, path: Path | str) -> GraphPair
         raise _broken(path, f"{names[0]} has loops or edges in the padding")
     if not torch.equal(adjacency, adjacency.transpose(-1, -2)):
         raise _broken(path, f"{names[0]} is not symmetric")
-    if not bool((((wl_score >= 1) & (wl_score <= BEYOND_WL)) | (wl_score == ISOMORPHIC)).all()):
+    is_round = (wl_score >= 1) & (wl_score <= BEYOND_WL)
+    is_score = is_round | (wl_score == ISOMORPHIC)
+    if not bool(is_score.all()):
         raise _broken(path, f"{names[2]} has scores other than -1 and 1 to {BEYOND_WL}")
     return GraphPairs(adjacency.numpy(), num_nodes.numpy(), wl_score.numpy())
 
@@ -93,15 +96,14 @@ def as_dataset(pairs: GraphPairs) -> TensorDict:
     n = pairs.adjacency.shape[-1]
     wl_score = torch.from_numpy(pairs.wl_score)
     is_real = torch.arange(n) < torch.from_numpy(pairs.num_nodes)[:, None]
-    return TensorDict(
-        {
-            "adjacency": torch.from_numpy(pairs.adjacency).float(),
-            "node_mask": is_real[:, None].repeat(1, 2, 1),
-            "wl_score": wl_score,
-            "y": (wl_score == ISOMORPHIC).long()[:, None],
-        },
-        batch_size=[pairs.num_pairs],
-    )
+    is_isomorphic = wl_score == ISOMORPHIC
+    columns = {
+        "adjacency": torch.from_numpy(pairs.adjacency).float(),
+        "node_mask": is_real[:, None].repeat(1, 2, 1),
+        "wl_score": wl_score,
+        "y": is_isomorphic.long()[:, None],
+    }
+    return TensorDict(columns, batch_size=[pairs.num_pairs])
 
 
 MOST_NODES = 64
@@ -136,8 +138,9 @@ def read_published_pairs(path: Path | str) -> PublishedPairs:
 
 def padded_to(pairs: GraphPairs, n: int) -> GraphPairs:
     """Pad the pairs to n nodes."""
-    more = n - pairs.adjacency.shape[-1]
-    return pairs._replace(adjacency=np.pad(pairs.adjacency, ((0, 0), (0, 0), (0, more), (0, more))))
+    num_added = n - pairs.adjacency.shape[-1]
+    padding = ((0, 0), (0, 0), (0, num_added), (0, num_added))
+    return pairs._replace(adjacency=np.pad(pairs.adjacency, padding))
 
 
 def _read_tensors(path: Path | str) -> dict[str, Tensor]:
@@ -149,19 +152,21 @@ def _read_tensors(path: Path | str) -> dict[str, Tensor]:
         raise _refused(path, problem) from error
     if not isinstance(loaded, dict) or not all(type(name) is str for name in loaded):
         raise _refused(path, f"got a {type(loaded).__name__} instead of a dict with string keys")
-    for name, value in loaded.items():
-        if type(value) is not Tensor or value.layout != torch.strided or value.is_quantized:
-            raise _refused(path, f"{name!r} must be a dense tensor, got {type(value).__name__}")
+    for name, tensor in loaded.items():
+        # A subclass may compute something else than its numbers.
+        is_dense = type(tensor) is Tensor and tensor.layout == torch.strided
+        if not is_dense or tensor.is_quantized:
+            raise _refused(path, f"{name!r} must be a dense tensor, got {type(tensor).__name__}")
     return loaded
 
 
 def _integers(tensors: dict[str, Tensor], name: str, path: Path | str, *, dims: int = 1) -> Tensor:
     if name not in tensors:
         raise _refused(path, f"{name!r} is missing")
-    value = tensors[name]
-    if value.dtype not in (torch.int32, torch.int64) or value.dim() != dims:
+    tensor = tensors[name]
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != dims:
         raise _refused(path, f"{name!r} must have integers and {counted(dims, 'dimension')}")
-    return value.long()
+    return tensor.long()
 
 
 def _read_graphs(
@@ -176,14 +181,16 @@ def _read_graphs(
     if not bool(((sizes_N >= 1) & (sizes_N <= MOST_NODES)).all()):
         raise _refused(path, f"sizes must be from 1 to {MOST_NODES} nodes")
     # Trailing graphs without edges have no slice.
-    missing = num_pairs + 1 - len(slices)
-    is_whole = len(slices) >= 1 and missing >= 0 and int(slices[0]) == 0
-    if is_whole:
-        slices = torch.cat([slices, slices[-1:].expand(missing)])
-    counts_N = slices.diff()
     num_edges = edges_2E.shape[1]
-    if not is_whole or len(edges_2E) != 2 or bool((counts_N < 0).any()) or slices[-1] != num_edges:
-        raise _refused(path, f"slices_{which} do not partition the {num_edges} edges")
+    not_a_partition = _refused(path, f"slices_{which} do not partition the {num_edges} edges")
+    num_missing = num_pairs + 1 - len(slices)
+    starts_at_zero = len(slices) >= 1 and int(slices[0]) == 0
+    if not starts_at_zero or num_missing < 0 or len(edges_2E) != 2:
+        raise not_a_partition
+    slices = torch.cat([slices, slices[-1:].expand(num_missing)])
+    counts_N = slices.diff()
+    if bool((counts_N < 0).any()) or slices[-1] != num_edges:
+        raise not_a_partition
     graph_E = torch.arange(num_pairs).repeat_interleave(counts_N)
     if not bool(((edges_2E >= 0) & (edges_2E < sizes_N[graph_E])).all()):
         raise _refused(path, f"edge_index_{which} has nodes out of range")

@@ -51,40 +51,43 @@ def wl_scores(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.
     """
     scores = refinement_rounds(adjacency, num_nodes)
     for row in np.flatnonzero(scores == BEYOND_WL):
-        first, second = (
-            nx.from_numpy_array(adjacency[row, graph, :size, :size])
-            for graph, size in enumerate(num_nodes[row])
-        )
-        if nx.is_isomorphic(first, second):
+        graphs = []
+        for graph, size in enumerate(num_nodes[row]):
+            graphs.append(nx.from_numpy_array(adjacency[row, graph, :size, :size]))
+        if nx.is_isomorphic(*graphs):
             scores[row] = ISOMORPHIC
     return scores
 
 
 def refinement_rounds(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the first round that distinguishes each pair, or `BEYOND_WL`; see `wl_scores`."""
-    chunks = [
-        _rounds_of_chunk(adjacency[start : start + _CHUNK], num_nodes[start : start + _CHUNK])
-        for start in range(0, len(adjacency), _CHUNK)
-    ]
-    return np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int64)
+    scores = [np.zeros(0, dtype=np.int64)]
+    for start in range(0, len(adjacency), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        scores.append(_refine_chunk(adjacency[chunk], num_nodes[chunk]))
+    return np.concatenate(scores)
 
 
-def _rounds_of_chunk(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _refine_chunk(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
     num_pairs, _, n, _ = adjacency.shape
     both_NMM = torch.zeros(num_pairs, 2 * n, 2 * n)
     both_NMM[:, :n, :n] = torch.from_numpy(adjacency[:, 0])
     both_NMM[:, n:, n:] = torch.from_numpy(adjacency[:, 1])
     is_real_NM = (torch.arange(n) < torch.from_numpy(num_nodes)[..., None]).flatten(1)
+    # 1 where two nodes have one colour: before round 1, all real ones.
     alike_NMM = (is_real_NM[:, :, None] & is_real_NM[:, None]).float()
-    scores = torch.full((num_pairs,), BEYOND_WL)
-    scores[torch.from_numpy(num_nodes[:, 0] != num_nodes[:, 1])] = 1
+    scores_N = torch.full((num_pairs,), BEYOND_WL)
+    has_other_size_N = torch.from_numpy(num_nodes[:, 0] != num_nodes[:, 1])
+    scores_N[has_other_size_N] = 1
     for number in range(1, MAX_WL_ROUNDS + 1):
         alike_NMM = _refined(both_NMM, alike_NMM)
-        in_first_NM, in_second_NM = alike_NMM[..., :n].sum(-1), alike_NMM[..., n:].sum(-1)
+        # Of each colour there must be as many nodes in both graphs.
+        in_first_NM = alike_NMM[..., :n].sum(-1)
+        in_second_NM = alike_NMM[..., n:].sum(-1)
         differs_N = (in_first_NM != in_second_NM).any(-1)
-        scores = torch.where(differs_N & (scores > number), number, scores)
-    result: NDArray[np.int64] = scores.numpy()
-    return result
+        scores_N = torch.where(differs_N & (scores_N > number), number, scores_N)
+    scores: NDArray[np.int64] = scores_N.numpy()
+    return scores
 
 
 def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
@@ -94,7 +97,8 @@ def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
     counts_NMM = both_NMM @ alike_NMM
     products_NMM = counts_NMM @ counts_NMM.transpose(1, 2)
     norms_NM = products_NMM.diagonal(dim1=1, dim2=2)
-    distances_NMM = norms_NM[:, :, None] + norms_NM[:, None] - 2 * products_NMM
+    sums_NMM = norms_NM[:, :, None] + norms_NM[:, None]
+    distances_NMM = sums_NMM - 2 * products_NMM
     return alike_NMM * (distances_NMM == 0)
 
 
@@ -126,7 +130,7 @@ def wl_accuracy(scores: Tensor, num_rounds: int) -> float:
     """Return the accuracy of a solver with `num_rounds` refinement rounds, from `wl_scores`, [N]
     long.
     """
-    is_right_N = (scores == ISOMORPHIC) | (
-        (scores >= 1) & (scores <= min(num_rounds, MAX_WL_ROUNDS))
-    )
-    return float(is_right_N.float().mean())
+    is_distinguished_N = (scores >= 1) & (scores <= min(num_rounds, MAX_WL_ROUNDS))
+    # It takes all others for isomorphic.
+    is_correct_N = (scores == ISOMORPHIC) | is_distinguished_N
+    return float(is_correct_N.float().mean())

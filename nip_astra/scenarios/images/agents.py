@@ -141,10 +141,11 @@ class ImageBody(AgentBody):
             self.reduce_embeddings = nn.Conv2d(embedding_channels, reduced, 1)
             self.read_embeddings = nn.Conv2d(reduced, initial_num_channels, 1, bias=False)
         self.pixel_layer = nn.Conv2d(initial_num_channels, initial_num_channels, 1)
+        # Each group has twice the channels of the one before.
         widths = [initial_num_channels << number for number in range(num_block_groups)]
-        self.groups = nn.ModuleList(
-            _Group(agent, before, after) for before, after in pairwise([widths[0], *widths])
-        )
+        self.groups = nn.ModuleList()
+        for channels_in, channels_out in pairwise([widths[0], *widths]):
+            self.groups.append(_Group(agent, channels_in, channels_out))
         self.to_representation = nn.Conv2d(widths[-1], shape.d_representation, 1)
 
     def forward(self, observation: Observation) -> dict[str, Tensor]:
@@ -164,12 +165,12 @@ class ImageBody(AgentBody):
         layer_BFHW: Tensor = self.read_image(observation["image"])
         grid = self.grid
         batch = len(layer_BFHW)
-        messages_BMS = torch.cat(
-            [self.history(observation).flatten(1, 3), self.last_message(observation).flatten(1, 2)],
-            dim=1,
-        )
-        small = messages_BMS.view(batch, -1, grid.latent_height, grid.latent_width)
-        layer_BFHW = layer_BFHW + self._to_image_size(self.read_messages(small))
+        history = self.history(observation).flatten(1, 3)
+        last_message = self.last_message(observation).flatten(1, 2)
+        messages_BMS = torch.cat([history, last_message], dim=1)
+        # The symbols are the latent pixels, row by row.
+        messages_BMhw = messages_BMS.view(batch, -1, grid.latent_height, grid.latent_width)
+        layer_BFHW = layer_BFHW + self._to_image_size(self.read_messages(messages_BMhw))
         if self.read_linear_messages is not None:
             linear_BF = self.read_linear_messages(self.linear_history(observation).flatten(1))
             layer_BFHW = layer_BFHW + linear_BF[..., None, None]
@@ -183,7 +184,8 @@ class ImageBody(AgentBody):
     def _to_image_size(self, pixels_BFhw: Tensor) -> Tensor:
         """Upsample pixels by repetition, or downsample by averaging."""
         size = (self.grid.height, self.grid.width)
-        if pixels_BFhw.shape[-2] > size[0] or pixels_BFhw.shape[-1] > size[1]:
+        height, width = pixels_BFhw.shape[-2:]
+        if height > self.grid.height or width > self.grid.width:
             return functional.adaptive_avg_pool2d(pixels_BFhw, size)
         return functional.interpolate(pixels_BFhw, size=size, mode="nearest")
 
@@ -197,20 +199,15 @@ class _Group(nn.Module):
         super().__init__()
         block: Any = _ResidualBlock if agent.building_block_type == "residual" else _ConvBlock
         self.pools = agent.stride == 1
-        self.blocks = nn.Sequential(
-            *(
-                block(
-                    agent,
-                    channels_out if number else channels_in,
-                    channels_out,
-                    stride=1 if number else agent.stride,
-                )
-                for number in range(agent.num_blocks_per_group)
-            )
-        )
+        # The first block changes width and size.
+        blocks = [block(agent, channels_in, channels_out, stride=agent.stride)]
+        for _ in range(1, agent.num_blocks_per_group):
+            blocks.append(block(agent, channels_out, channels_out, stride=1))
+        self.blocks = nn.Sequential(*blocks)
 
     def forward(self, pixels_BFHW: Tensor) -> Tensor:
-        height, width = pixels_BFHW.shape[-2] // 2, pixels_BFHW.shape[-1] // 2
+        height = pixels_BFHW.shape[-2] // 2
+        width = pixels_BFHW.shape[-1] // 2
         result_BFHW: Tensor = self.blocks(pixels_BFHW)
         if self.pools:
             return functional.max_pool2d(result_BFHW, 2)
@@ -296,4 +293,5 @@ class ImagePolicyHead(SummaryPolicyHead):
     def symbol_logits(self, representation: Representation, observation: Observation) -> Tensor:
         latent_BSD = representation[LATENT]
         image_BSD = representation[IMAGE].unsqueeze(1).expand_as(latent_BSD)
-        return self.by_place(self.select_latent_pixel(torch.cat([latent_BSD, image_BSD], dim=-1)))
+        pixel_and_image = torch.cat([latent_BSD, image_BSD], dim=-1)
+        return self.by_place(self.select_latent_pixel(pixel_and_image))

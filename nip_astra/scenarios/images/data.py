@@ -143,11 +143,12 @@ def build_image_datasets(
         _build_split(parameters, train, "train", label_of_class),
         _build_split(parameters, test, "test", label_of_class),
     )
-    shapes = [list(split["image"].shape[1:]) for split in datasets]
-    if shapes[0] != shapes[1]:
+    train_shape = list(datasets.train["image"].shape[1:])
+    test_shape = list(datasets.test["image"].shape[1:])
+    if train_shape != test_shape:
         raise DataError(
-            f"training images have the shape {shapes[0]} (channels, height, width), but test "
-            f"images {shapes[1]}. Give images of one shape."
+            f"training images have the shape {train_shape} (channels, height, width), but test "
+            f"images {test_shape}. Give images of one shape."
         )
     return datasets
 
@@ -158,12 +159,14 @@ def split_by_class(
     """Split images into training and test images, with equal proportions of each class."""
     from sklearn.model_selection import train_test_split  # takes 2 s, often not needed
 
+    # scikit-learn takes seeds of 32 bits.
+    seed = derive_seed(parameters.split_seed, "split of images") % 2**32
     try:
-        splits = train_test_split(
+        train_rows, test_rows = train_test_split(
             range(len(source.classes_N)),
             test_size=parameters.test_share,
             stratify=source.classes_N.numpy(),
-            random_state=derive_seed(parameters.split_seed, "split of images") % 2**32,
+            random_state=seed,
         )
     except ValueError as error:
         raise DataError(
@@ -171,11 +174,13 @@ def split_by_class(
             "images of each class, or another test_share."
         ) from error
 
-    def part(rows: list[int]) -> ImageSource:
+    def select(rows: list[int]) -> ImageSource:
         rows_N = torch.tensor(sorted(rows))
-        return ImageSource(source.classes_N[rows_N], lambda chosen: source.read(rows_N[chosen]))
+        return ImageSource(
+            source.classes_N[rows_N], lambda selected_rows: source.read(rows_N[selected_rows])
+        )
 
-    return part(splits[0]), part(splits[1])
+    return select(train_rows), select(test_rows)
 
 
 def _digits() -> ImageSource:
@@ -192,6 +197,7 @@ def _strokes() -> ImageSource:
     images_NHW = torch.rand(TINY_SIZE, 8, 8, generator=derived_generator("tiny images")) * 0.6
     half = NUM_STROKES // 2
     for image_HW, number in zip(images_NHW, classes_N.tolist(), strict=True):
+        # Both are views of the image: rows for the first half of the classes, columns for the rest.
         stroke = image_HW[1 + number] if number < half else image_HW[:, 1 + number - half]
         stroke += 0.4
     images_NKHW = images_NHW.unsqueeze(1)
@@ -223,10 +229,8 @@ def _build_split(
             f"{sorted(labels) or 'no images'}. Give images of both labels, another "
             "binarification, or a larger max_train_size."
         )
-    return TensorDict(
-        {"image": source.read(rows_N), "y": labels_N[rows_N].unsqueeze(-1)},
-        batch_size=[len(rows_N)],
-    )
+    columns = {"image": source.read(rows_N), "y": labels_N[rows_N].unsqueeze(-1)}
+    return TensorDict(columns, batch_size=[len(rows_N)])
 
 
 def _label_of_class(
@@ -238,20 +242,21 @@ def _label_of_class(
     """
     if parameters.binarification_method == "random":
         return None
-    known = torch.unique(classes_N)
+    present_classes = torch.unique(classes_N)
     if parameters.binarification_method == "select_two":
         assert parameters.selected_classes is not None
-        missing = sorted(set(parameters.selected_classes) - set(known.tolist()))
+        missing = sorted(set(parameters.selected_classes) - set(present_classes.tolist()))
         if missing:
             raise DataError(
                 f"{parameters.name!r} has no class {missing[0]}. Set dataset.selected_classes to "
-                f"two of {', '.join(map(str, known.tolist()))}."
+                f"two of {', '.join(map(str, present_classes.tolist()))}."
             )
         groups = [torch.tensor([number]) for number in parameters.selected_classes]
     else:
         generator = derived_generator(parameters.binarification_seed, "classes")
-        shuffled = known[torch.randperm(len(known), generator=generator)]
-        groups = [shuffled[: len(known) // 2], shuffled[len(known) // 2 :]]
+        shuffled = present_classes[torch.randperm(len(present_classes), generator=generator)]
+        half = len(present_classes) // 2
+        groups = [shuffled[:half], shuffled[half:]]
 
     def label(classes: Tensor) -> Tensor:
         labels = torch.full_like(classes, -1)
@@ -267,6 +272,7 @@ def _rows_kept(
 ) -> Tensor:
     """Return the rows to keep, in the source's order."""
     shuffled = torch.randperm(len(labels_N), generator=derived_generator(*key))
+    # Classes without a label are left out.
     shuffled = shuffled[labels_N[shuffled] >= 0]
     if make_balanced:
         of_label = [shuffled[labels_N[shuffled] == label] for label in (0, 1)]
@@ -282,12 +288,12 @@ def _rows_kept(
 
 def download_images(name: str, folder: Path | None) -> dict[str, int]:
     """Download a dataset to the library's cache, and to a folder if given; return split sizes."""
-    known = [key for key, described in HUB_DATASETS.items() if described.hub_id is not None]
-    if name not in known:
-        raise UnknownNameError("dataset", name, known, "digits and tiny need no download.")
-    datasets = _library(name)
+    downloadable = [key for key, dataset in HUB_DATASETS.items() if dataset.hub_id is not None]
+    if name not in downloadable:
+        raise UnknownNameError("dataset", name, downloadable, "digits and tiny need no download.")
+    library = _import_library(name)
     try:
-        loaded = _load(datasets, HUB_DATASETS[name], None)
+        loaded = _load(library, HUB_DATASETS[name], None)
         if folder is not None:
             loaded.save_to_disk(str(folder))
     except Exception as error:
@@ -301,8 +307,10 @@ def download_images(name: str, folder: Path | None) -> dict[str, int]:
 def _read_dataset(
     parameters: ImageDatasetParameters, scenario_dir: Path | None
 ) -> tuple[ImageSource, ImageSource]:
-    name, described = parameters.name, HUB_DATASETS[parameters.name]
-    datasets, path = _library(name), None
+    name = parameters.name
+    dataset = HUB_DATASETS[name]
+    library = _import_library(name)
+    path: Path | None = None
     if parameters.path is not None:
         path = Path(resolve_reference(parameters.path, scenario_dir)).expanduser()
         if not path.exists():
@@ -311,69 +319,68 @@ def _read_dataset(
                 "with images."
             )
     try:
-        loaded = _load(datasets, described, path)
+        loaded = _load(library, dataset, path)
     except Exception as error:
         raise DataError(
-            f"cannot read the images {name!r} from {path or described.hub_id}: {reason_of(error)}. "
+            f"cannot read the images {name!r} from {path or dataset.hub_id}: {reason_of(error)}. "
             "Give a Parquet file, a folder of Parquet files, of save_to_disk or of "
             "train/<class>/, or use a network that reaches the hub."
         ) from error
     splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in splits:
+        names = ", ".join(repr(split) for split in splits)
         raise DataError(
-            f"the images {name!r} have no split 'train', only "
-            f"{', '.join(map(repr, splits)) or 'none'}. Name files or folders train and test."
+            f"the images {name!r} have no split 'train', only {names or 'none'}. Name files or "
+            "folders train and test."
         )
-    train = _source(splits["train"], described, name)
+    train = _read_source(splits["train"], dataset, name)
     if "test" not in splits:
         return split_by_class(train, parameters)
-    return train, _source(splits["test"], described, name)
+    return train, _read_source(splits["test"], dataset, name)
 
 
-def _library(name: str) -> Any:
-    what = f"the data of the images {name!r}, unlike 'digits' and 'tiny',"
-    return import_extra("datasets", what, "images")
+def _import_library(name: str) -> Any:
+    """Return the package `datasets`."""
+    feature = f"the data of the images {name!r}, unlike 'digits' and 'tiny',"
+    return import_extra("datasets", feature, "images")
 
 
-def _load(datasets: Any, described: HubDataset, path: Path | None) -> Any:
+def _load(library: Any, dataset: HubDataset, path: Path | None) -> Any:
     if path is None:
-        return datasets.load_dataset(described.hub_id, described.config)
+        return library.load_dataset(dataset.hub_id, dataset.config)
     if any((path / name).exists() for name in SAVED_FILES):
-        return datasets.load_from_disk(str(path))
+        return library.load_from_disk(str(path))
     if path.is_file():
-        return datasets.load_dataset("parquet", data_files=str(path))
-    return datasets.load_dataset(str(path))
+        return library.load_dataset("parquet", data_files=str(path))
+    return library.load_dataset(str(path))
 
 
-def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
-    for column in (described.image, described.label):
+def _read_source(split: Any, dataset: HubDataset, name: str) -> ImageSource:
+    for column in (dataset.image, dataset.label):
         if column not in split.column_names:
+            column_names = ", ".join(repr(present) for present in split.column_names)
             raise DataError(
-                f"the images {name!r} have no column {column!r}, only "
-                f"{', '.join(map(repr, split.column_names))}. Rename the columns to "
-                f"{described.image!r} and {described.label!r}."
+                f"the images {name!r} have no column {column!r}, only {column_names}. Rename the "
+                f"columns to {dataset.image!r} and {dataset.label!r}."
             )
-    classes = split[described.label]
-    wrong = [
-        value
-        for value in classes
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0
-    ]
-    if wrong:
-        raise DataError(
-            f"classes in the column {described.label!r} of {name!r} must be integers from 0, got "
-            f"{wrong[0]!r}."
-        )
+    classes = split[dataset.label]
+    for label in classes:
+        is_integer = isinstance(label, int) and not isinstance(label, bool)
+        if not is_integer or label < 0:
+            raise DataError(
+                f"classes in the column {dataset.label!r} of {name!r} must be integers from 0, got "
+                f"{label!r}."
+            )
 
     def read(rows_N: Tensor) -> Tensor:
-        pictures = split.select(rows_N.tolist())[described.image]
+        pictures = split.select(rows_N.tolist())[dataset.image]
         images = [_pixels(picture, name) for picture in pictures]
-        shapes = {tuple(image.shape) for image in images}
+        shapes = sorted({tuple(image.shape) for image in images})
         if len(shapes) > 1:
+            examples = ", ".join(str(list(shape)) for shape in shapes[:3])
             raise DataError(
-                f"images of {name!r} have different shapes: "
-                f"{', '.join(str(list(shape)) for shape in sorted(shapes)[:3])} (channels, "
-                "height, width). Scale them to one size, all grey or all coloured."
+                f"images of {name!r} have different shapes: {examples} (channels, height, width). "
+                "Scale them to one size, all grey or all coloured."
             )
         return torch.stack(images).float() / MAX_PIXEL
 

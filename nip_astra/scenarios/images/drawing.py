@@ -46,50 +46,52 @@ class ImageView(DatapointView):
 
 def _image(datapoint: Mapping[str, Any], choices: Sequence[Choice]) -> DrawnImage | None:
     rows = [items(row) for row in items(datapoint.get("pixels"))]
-    if not rows or not rows[0] or len({len(row) for row in rows}) > 1:
+    widths = {len(row) for row in rows}
+    # Stored data may be anything: rows of one length that is not 0 make an image.
+    if len(widths) != 1 or 0 in widths:
         return None
-    latent = [int(number(size) or 0) for size in items(datapoint.get("latent"))]
-    stride = max(math.ceil(max(len(rows), len(rows[0])) / MAX_PIXELS), 1)
+    num_rows = len(rows)
+    num_columns = len(rows[0])
+    stride = math.ceil(max(num_rows, num_columns) / MAX_PIXELS)
     thinned = [row[::stride] for row in rows[::stride]]
     scale = IMAGE_WIDTH / len(thinned[0])
-    height = rounded(scale * len(thinned))
     drawn = DrawnImage(
-        f"Image of {len(rows[0])} by {len(rows)} pixels",
+        f"Image of {num_columns} by {num_rows} pixels",
         _areas(thinned),
         scale,
         [],
         [],
         IMAGE_WIDTH,
-        height,
+        rounded(scale * len(thinned)),
     )
-    if len(latent) == 2 and 0 < min(latent) <= max(latent) <= MAX_PIXELS:
+    latent = [int(number(size) or 0) for size in items(datapoint.get("latent"))]
+    if len(latent) == 2 and all(1 <= size <= MAX_PIXELS for size in latent):
         _add_grid(drawn, latent[0], latent[1], choices)
     return drawn
 
 
 def _add_grid(drawn: DrawnImage, rows: int, columns: int, choices: Sequence[Choice]) -> None:
-    cell = drawn.width / columns, drawn.height / rows
+    cell_width, cell_height = drawn.width / columns, drawn.height / rows
     for line in range(1, columns):
-        drawn.lines.append((rounded(line * cell[0]), 0.0, rounded(line * cell[0]), drawn.height))
+        x = rounded(line * cell_width)
+        drawn.lines.append((x, 0.0, x, drawn.height))
     for line in range(1, rows):
-        drawn.lines.append((0.0, rounded(line * cell[1]), drawn.width, rounded(line * cell[1])))
-    taken: dict[int, int] = {}
+        y = rounded(line * cell_height)
+        drawn.lines.append((0.0, y, drawn.width, y))
+    num_frames: dict[int, int] = {}
     for choice in choices:
         if not 0 <= choice.place < rows * columns:
             continue
         row, column = divmod(choice.place, columns)
         # Frames of further agents are inside earlier ones.
-        inset = 2.0 + 5.0 * taken.get(choice.place, 0)
-        taken[choice.place] = taken.get(choice.place, 0) + 1
-        drawn.frames.append(
-            Frame(
-                choice,
-                rounded(column * cell[0] + inset),
-                rounded(row * cell[1] + inset),
-                rounded(max(cell[0] - 2 * inset, 1.0)),
-                rounded(max(cell[1] - 2 * inset, 1.0)),
-            )
-        )
+        num_before = num_frames.get(choice.place, 0)
+        num_frames[choice.place] = num_before + 1
+        inset = 2.0 + 5.0 * num_before
+        x = rounded(column * cell_width + inset)
+        y = rounded(row * cell_height + inset)
+        width = rounded(max(cell_width - 2 * inset, 1.0))
+        height = rounded(max(cell_height - 2 * inset, 1.0))
+        drawn.frames.append(Frame(choice, x, y, width, height))
         drawn.summary += (
             f"; {choice.agent} named row {row}, column {column} in round {choice.rounds}"
         )
@@ -104,14 +106,20 @@ def _areas(rows: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
         for x in range(1, len(colors) + 1):
             if x == len(colors) or colors[x] != colors[start]:
                 width = x - start
-                paths.setdefault(colors[start], []).append(f"M{start} {y}h{width}v1h-{width}z")
+                rectangle = f"M{start} {y}h{width}v1h-{width}z"
+                paths.setdefault(colors[start], []).append(rectangle)
                 start = x
     return [(color, "".join(parts)) for color, parts in paths.items()]
 
 
 def _color(pixel: Any) -> str:
-    parts = [number(part) or 0.0 for part in (items(pixel) or [pixel])]
-    parts = parts[:3] if len(parts) >= 3 else parts[:1] * 3
+    # A number, or a list of them by channel.
+    channels = [number(channel) or 0.0 for channel in (items(pixel) or [pixel])]
+    channels = channels[:3] if len(channels) >= 3 else channels[:1] * 3
+    # Few shades: equal neighbours become one rectangle.
     step = 255.0 / (_SHADES - 1)
-    shades = [round(round(min(max(part, 0.0), 255.0) / step) * step) for part in parts]
-    return "#" + "".join(f"{shade:02x}" for shade in shades)
+    digits = []
+    for channel in channels:
+        shade_index = round(min(max(channel, 0.0), 255.0) / step)
+        digits.append(f"{round(shade_index * step):02x}")
+    return "#" + "".join(digits)

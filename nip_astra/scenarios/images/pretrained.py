@@ -91,8 +91,10 @@ def register_pretrained_model(
 
 def embedding_key(parameters: PretrainedModel.Parameters) -> str:
     """Return a dataset's key of a model's embeddings; equal parameters share it."""
-    described = {k: v for k, v in parameters.to_dict().items() if k != "cache_dir"}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    values = parameters.to_dict()
+    # Where embeddings are cached does not change them.
+    values.pop("cache_dir", None)
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return f"embeddings_{parameters.type_name}_{digest[:12]}"
 
 
@@ -109,8 +111,9 @@ def embed_all(
     path = None
     if parameters.cache_dir is not None:
         key = embedding_key(parameters)
+        # Everything that the embeddings depend on.
         code = digest_of_code({__name__, model_class.__module__})
-        files = map(digest_of_file, model_class.files(parameters, scenario_dir))
+        files = [digest_of_file(file) for file in model_class.files(parameters, scenario_dir)]
         parts = [code, digest_of_tensors(images), *files]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         folder = Path(parameters.cache_dir).expanduser()
@@ -120,22 +123,26 @@ def embed_all(
         model = model_class(
             parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir
         )
-        embeddings = {split: _embedded(model, one) for split, one in images.items()}
+        embeddings = {
+            split: _embed_checked(model, images_NKHW) for split, images_NKHW in images.items()
+        }
         if path is not None:
             keep_tensors(path, embeddings)
     return embeddings["train"], embeddings["test"]
 
 
 @torch.no_grad()
-def _embedded(model: PretrainedModel, images_NKHW: Tensor) -> Tensor:
-    result, count = model.embed(images_NKHW).float().contiguous(), len(images_NKHW)
-    if result.ndim != 4 or len(result) != count or not bool(result.isfinite().all()):
+def _embed_checked(model: PretrainedModel, images_NKHW: Tensor) -> Tensor:
+    embeddings = model.embed(images_NKHW).float().contiguous()
+    count = len(images_NKHW)
+    has_shape = embeddings.ndim == 4 and len(embeddings) == count
+    if not has_shape or not bool(embeddings.isfinite().all()):
         raise DataError(
             f"embed of the pretrained model {model.parameters.type_name!r} returned the shape "
-            f"{list(result.shape)} for {count} images. Return finite numbers [{count}, channels, "
-            "height, width]."
+            f"{list(embeddings.shape)} for {count} images. Return finite numbers [{count}, "
+            "channels, height, width]."
         )
-    return result
+    return embeddings
 
 
 # ---- models of transformers, including those of timm
@@ -170,31 +177,34 @@ class HuggingFaceImageModel(PretrainedModel):
         super().__init__(parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir)
         source = resolve_reference(parameters.model, scenario_dir)
         if isinstance(source, Path) and not (source / "config.json").is_file():
+            fault = "has no config.json" if source.exists() else "does not exist"
             raise ModelLoadError(
-                f"the image model {parameters.model!r}: {source} "
-                f"{'has no config.json' if source.exists() else 'does not exist'}. {ADVICE}"
+                f"the image model {parameters.model!r}: {source} {fault}. {ADVICE}"
             )
         self.name = str(source)
         self.model = _load(self.name)
-        described = self.model.config.to_dict()
-        self.num_channels = int(described.get("num_channels", 3))
-        self.mean_K11, self.std_K11 = _normalisation(self.name, described)
+        config = self.model.config.to_dict()
+        self.num_channels = int(config.get("num_channels", 3))
+        self.mean_K11, self.std_K11 = _normalisation(self.name, config)
 
     @classmethod
     def files(cls, parameters: Any, scenario_dir: Path | None) -> list[Path]:
         source = resolve_reference(parameters.model, scenario_dir)
-        return sorted(filter(Path.is_file, source.rglob("*"))) if isinstance(source, Path) else []
+        if not isinstance(source, Path):
+            return []
+        return sorted(path for path in source.rglob("*") if path.is_file())
 
     def embed(self, images_NKHW: Tensor) -> Tensor:
         batches = torch.split(images_NKHW, self.parameters.batch_size)
         return torch.cat([self._embed_batch(batch) for batch in batches])
 
     def _embed_batch(self, images_NKHW: Tensor) -> Tensor:
-        if images_NKHW.shape[1] != self.num_channels:
-            if images_NKHW.shape[1] != 1:
+        num_channels = images_NKHW.shape[1]
+        if num_channels != self.num_channels:
+            if num_channels != 1:
                 raise ConfigurationError(
                     f"the image model {self.name!r} reads {self.num_channels} channels, but images "
-                    f"have {images_NKHW.shape[1]}. Choose another model."
+                    f"have {num_channels}. Choose another model."
                 )
             images_NKHW = images_NKHW.expand(-1, self.num_channels, -1, -1)
         size = self.parameters.image_size
@@ -206,10 +216,10 @@ class HuggingFaceImageModel(PretrainedModel):
         try:
             state = self.model(pixel_values=images_NKHW).last_hidden_state
         except (ValueError, RuntimeError) as error:
+            height, width = images_NKHW.shape[-2:]
             raise ConfigurationError(
-                f"the image model {self.name!r} fails on images of {images_NKHW.shape[-2]} x "
-                f"{images_NKHW.shape[-1]} pixels: {reason_of(error)}. Set its image_size to that "
-                "of its training."
+                f"the image model {self.name!r} fails on images of {height} x {width} pixels: "
+                f"{reason_of(error)}. Set its image_size to that of its training."
             ) from error
         return self._as_picture(state, images_NKHW)
 
@@ -229,7 +239,9 @@ class HuggingFaceImageModel(PretrainedModel):
                 f"the last hidden state of the image model {self.name!r} has the shape "
                 f"{list(state.shape)}, without places. {ADVICE}"
             )
-        return state[:, -num_patches:].transpose(1, 2).reshape(len(state), -1, *grid)
+        # Before them are tokens of the whole image.
+        patches_NPF = state[:, -num_patches:]
+        return patches_NPF.transpose(1, 2).reshape(len(state), -1, *grid)
 
 
 def _load(name: str) -> Any:
@@ -240,9 +252,10 @@ def _load(name: str) -> Any:
             name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
         )
     except ImportError as error:
+        first_line = str(error).strip().partition("\n")[0]
         raise MissingDependencyError(
-            f"the image model {name!r} needs a missing package: "
-            f"{str(error).strip().partition(chr(10))[0]} For models of timm, run: pip install timm"
+            f"the image model {name!r} needs a missing package: {first_line} For models of timm, "
+            "run: pip install timm"
         ) from error
     except Exception as error:
         raise ModelLoadError(
@@ -268,9 +281,9 @@ def _normalisation(name: str, config: Mapping[str, Any]) -> tuple[Tensor, Tensor
     except OSError:
         processor = {}
     timm = config.get("pretrained_cfg") or {}
-    mean = processor.get("image_mean") or timm.get("mean") or [0.0]
-    std = processor.get("image_std") or timm.get("std") or [1.0]
-    return torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
+    mean_K = torch.tensor(processor.get("image_mean") or timm.get("mean") or [0.0])
+    std_K = torch.tensor(processor.get("image_std") or timm.get("std") or [1.0])
+    return mean_K.view(-1, 1, 1), std_K.view(-1, 1, 1)
 
 
 # ---- principal components of the training images
@@ -324,13 +337,13 @@ class PcaModel(PretrainedModel):
         self.scale_F = torch.where(is_noise_F, 0.0, kept_F.clamp(min=1e-300).rsqrt())
 
     def embed(self, images_NKHW: Tensor) -> Tensor:
-        height, width = (
-            side // patch for side, patch in zip(images_NKHW.shape[-2:], self.patch, strict=True)
-        )
+        patch_height, patch_width = self.patch
+        height = images_NKHW.shape[-2] // patch_height
+        width = images_NKHW.shape[-1] // patch_width
         patches_NQX = self._patches(images_NKHW).double()
-        result_NQF = (patches_NQX - self.mean_X) @ self.components_XF * self.scale_F
-        result: Tensor = result_NQF.float().transpose(1, 2)
-        return result.reshape(len(images_NKHW), -1, height, width)
+        embeddings_NQF = (patches_NQX - self.mean_X) @ self.components_XF * self.scale_F
+        embeddings_NFQ: Tensor = embeddings_NQF.float().transpose(1, 2)
+        return embeddings_NFQ.reshape(len(images_NKHW), -1, height, width)
 
     def _patches(self, images_NKHW: Tensor) -> Tensor:
         patches = functional.unfold(images_NKHW, kernel_size=self.patch, stride=self.patch)

@@ -173,11 +173,11 @@ class TokensBody(TinkerBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_kind(cls, given: Any) -> Any:
-        kind = given.get("type", "encoded_text") if isinstance(given, dict) else "encoded_text"
+    def _check_kind(cls, chunk: Any) -> Any:
+        kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else "encoded_text"
         if kind != "encoded_text":
             raise ValueError("this service reads tokens (encoded_text) only, no images or sounds")
-        return given
+        return chunk
 
 
 class PromptBody(TinkerBody):

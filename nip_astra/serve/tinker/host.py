@@ -60,7 +60,7 @@ class Session:
     unnamed: OrderedDict[str, Checkpoint] = field(default_factory=OrderedDict)
 
 
-def model_id_of(session_id: str, number: int) -> str:
+def name_model(session_id: str, number: int) -> str:
     """Return the name of a session's model; the SDK derives it as well."""
     return f"{session_id}:train:{number}"
 
@@ -77,6 +77,8 @@ class TinkerHost:
         self.models: dict[str, TinkerModel] = {}
         self.sources: dict[str, SamplerSource] = {}
         self._joined = itertools.count(1)
+        # Requests arrive in the event loop, models are built and closed in the work thread.
+        # Reentrant, as making room closes sessions.
         self._lock = threading.RLock()
 
     # ---- sessions
@@ -87,9 +89,9 @@ class TinkerHost:
         return session
 
     def session(self, name: str) -> Session:
-        found = lookup(self.sessions, name, reason=_SESSION_LOST, code="session_lost")
-        found.seen_at = time.monotonic()
-        return found
+        session = lookup(self.sessions, name, reason=_SESSION_LOST, code="session_lost")
+        session.seen_at = time.monotonic()
+        return session
 
     def close_session(self, name: str) -> None:
         """Close a session and its models; named checkpoints stay."""
@@ -112,12 +114,13 @@ class TinkerHost:
     def create(self, body: CreateModelBody) -> Callable[[], None]:
         """Return the function that creates a new model; refuse an invalid request at once."""
         session = self.session(body.session_id)
-        base, lora = self.bases.get(body.base_model), body.lora_config
+        base = self.bases.get(body.base_model)
+        lora = body.lora_config
         shape = LoraShape(lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
-        record = _record(session, body.model_seq_id, base.name, shape, body.user_metadata)
+        record = _make_record(session, body.model_seq_id, base.name, shape, body.user_metadata)
 
         def build() -> None:
-            self._add(session, record, seed=abs(lora.seed or 0))
+            self._add_model(session, record, seed=abs(lora.seed or 0))
 
         return build
 
@@ -133,10 +136,11 @@ class TinkerHost:
                 "Leave base_model out.",
                 "base_model",
             )
-        record = _record(session, number, base.name, origin.lora, body.user_metadata)
+        record = _make_record(session, number, base.name, origin.lora, body.user_metadata)
 
         def build() -> None:
-            model = self._add(session, record, seed=0)
+            # Its initial weights are replaced at once: any seed will do.
+            model = self._add_model(session, record, seed=0)
             try:
                 model.load(checkpoint, with_optimizer=body.optimizer)
             except BaseException:
@@ -145,12 +149,13 @@ class TinkerHost:
 
         return build
 
-    def _add(self, session: Session, record: RunRecord, *, seed: int) -> TinkerModel:
+    def _add_model(self, session: Session, record: RunRecord, *, seed: int) -> TinkerModel:
         with self._lock:
-            found = self.models.get(record.run_id)
-            if found is not None:
-                return found
+            existing_model = self.models.get(record.run_id)
+            if existing_model is not None:
+                return existing_model
             self._make_room()
+        # Without the lock: other clients are served while the weights are copied.
         model = build_model(self.bases, record, seed=seed)
         with self._lock:
             # It may have ended meanwhile, and nothing would close its model.
@@ -163,18 +168,19 @@ class TinkerHost:
 
     def _make_room(self) -> None:
         """Close silent sessions if the service is full."""
-        most = self.settings.max_training_models
-        if len(self.models) < most:
+        limit = self.settings.max_training_models
+        if len(self.models) < limit:
             return
         # The SDK reports every few seconds.
-        seconds = min(self.settings.training_idle_seconds, SECONDS_SILENT)
+        max_silence = min(self.settings.training_idle_seconds, SECONDS_SILENT)
         for session in list(self.sessions.values()):
-            if time.monotonic() - session.seen_at > seconds:
+            if time.monotonic() - session.seen_at > max_silence:
                 self.close_session(session.name)
-        if len(self.models) >= most:
+        if len(self.models) >= limit:
+            # Not 429, after which the SDK would try again for minutes.
             raise ApiError(
                 400,
-                f"{most} models are in training, the limit of this service. Close a "
+                f"{limit} models are in training, the limit of this service. Close a "
                 "ServiceClient, or start the service with a higher max_training_models.",
                 code="models_full",
             )
@@ -209,13 +215,13 @@ class TinkerHost:
         if body.path is not None:
             return checkpoint, None
         session = self.session(body.model_id.partition(":")[0])
-        name = self.add_sampler(session, self._source_of(checkpoint))
+        name = self.add_sampler(session, self._checkpoint_source(checkpoint))
         with self._lock:
             session.unnamed[name] = checkpoint
             while len(session.unnamed) > MAX_UNNAMED:
-                unused, lost = session.unnamed.popitem(last=False)
-                self.sources.pop(unused, None)
-                self.store.delete(lost)
+                unused_name, unused_checkpoint = session.unnamed.popitem(last=False)
+                self.sources.pop(unused_name, None)
+                self.store.delete(unused_checkpoint)
         return checkpoint, name
 
     # ---- sampling
@@ -223,12 +229,12 @@ class TinkerHost:
     def source(self, body: SamplingSessionBody | SampleBody) -> SamplerSource:
         """Return the weights that a client names; raise `ApiError` 404 without any."""
         if body.model_path is not None:
-            return self._source_of(self.store.find(body.model_path))
+            return self._checkpoint_source(self.store.find(body.model_path))
         if body.base_model is None:
             raise bad_request("a sampling session needs base_model or model_path.")
         return SamplerSource(self.bases.get(body.base_model))
 
-    def _source_of(self, checkpoint: Checkpoint) -> SamplerSource:
+    def _checkpoint_source(self, checkpoint: Checkpoint) -> SamplerSource:
         record = self.store.run(checkpoint.run_id)
         return SamplerSource(self.bases.get(record.base_model), record.lora, checkpoint)
 
@@ -256,17 +262,18 @@ class TinkerHost:
             source = self.sampler(body.sampling_session_id)
         else:
             source = self.source(body)
+        # By session and number: a repeated request without a seed gets the same answers.
         name = body.sampling_session_id or uuid.uuid4().hex
         return plan(source, body, seed=derive_seed(name, body.seq_id or 0))
 
 
-def _record(
+def _make_record(
     session: Session,
     number: int,
     base_model: str,
     lora: LoraShape,
     user_metadata: Mapping[str, Any] | None,
 ) -> RunRecord:
-    about = {key: str(value) for key, value in (user_metadata or {}).items()}
-    model_id = model_id_of(session.name, number)
-    return RunRecord(model_id, base_model, lora, about or None, time.time())
+    texts = {name: str(content) for name, content in (user_metadata or {}).items()}
+    model_id = name_model(session.name, number)
+    return RunRecord(model_id, base_model, lora, texts or None, time.time())

@@ -19,17 +19,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.tinker_training import LORA_ALPHA
+from nip_astra.language_models.services.tinker_training import LORA_ALPHA, find_part
 from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.serve.requests import bad_request
 from nip_astra.serve.tinker.bodies import AdamBody
-from nip_astra.serve.tinker.messages import Datum, ForwardBackward, Likeliest, loss_outputs
+from nip_astra.serve.tinker.messages import Datum, ForwardBackward, TopTokens, loss_outputs
 from nip_astra.serve.tinker.store import Checkpoint, LoraShape, RunRecord
 from nip_astra.serve.training import Base, Bases, HostedModel
 
 ROLE = "policy"
-PLACES_AT_ONCE = 1024
+POSITIONS_AT_ONCE = 1024
+"""Positions whose log-probabilities of the whole vocabulary are in memory at once."""
 
 
 @dataclass
@@ -45,21 +46,25 @@ class TinkerModel(HostedModel):
         """
         if not request.data:
             raise bad_request("there is no datum. Send at least one.")
-        loss = loss_of(request)
+        loss = build_loss(request)
         for datum in request.data:
+            # The last target is the token after the last one that the model reads.
             self.check_ids(torch.tensor(datum.ids), len(datum.ids) + 1)
             self.check_ids(datum.targets, 0)
         with torch.set_grad_enabled(not request.is_forward_only):
+            # Per datum, in the shape of its targets.
             logprobs = target_logprobs(self.policy, request.data)
-            loss_N = loss(torch.cat([one.flatten() for one in logprobs]))
+            logprobs_N = torch.cat([datum_logprobs.flatten() for datum_logprobs in logprobs])
+            loss_N = loss(logprobs_N)
             total = loss_N.sum()
         if not request.is_forward_only:
             with self.gradients_or_none():
                 torch.autograd.backward(total)
-        sizes = [one.numel() for one in logprobs]
+        sizes = [datum_logprobs.numel() for datum_logprobs in logprobs]
+        losses = torch.split(loss_N.detach(), sizes)
         elementwise = [
-            part.reshape(one.shape)
-            for part, one in zip(torch.split(loss_N.detach(), sizes), logprobs, strict=True)
+            datum_loss.reshape(datum_logprobs.shape)
+            for datum_loss, datum_logprobs in zip(losses, logprobs, strict=True)
         ]
         return loss_outputs(
             {"logprobs": logprobs, "elementwise_loss": elementwise},
@@ -73,10 +78,11 @@ class TinkerModel(HostedModel):
         """
         for group in self.service.optimizer.param_groups:
             group["betas"] = (adam.beta1, adam.beta2)
-            group["eps"], group["weight_decay"] = adam.eps, adam.weight_decay
-        figures = self.service.optim_step(
-            lr=adam.learning_rate, max_grad_norm=adam.grad_clip_norm or None
-        )
+            group["eps"] = adam.eps
+            group["weight_decay"] = adam.weight_decay
+        # A norm of 0 means no clipping in the protocol.
+        max_grad_norm = adam.grad_clip_norm or None
+        figures = self.service.optim_step(lr=adam.learning_rate, max_grad_norm=max_grad_norm)
         if not figures.was_taken:
             raise bad_request(
                 f"the gradients are not finite (norm {figures.grad_norm}). They are dropped and "
@@ -106,23 +112,23 @@ class TinkerModel(HostedModel):
 def build_model(bases: Bases, record: RunRecord, *, seed: int) -> TinkerModel:
     """Build a new model in training from its base."""
     base = bases.get(record.base_model)
-    policy = bases.policy(base, lora_of(base, record.lora), seed=seed)
+    policy = bases.policy(base, find_lora(base, record.lora), seed=seed)
     # Each step sets its own parameters.
     optimizer = build_adamw([{"params": list(policy.parameters()), "lr_factor": 1.0}], lr=0.0)
     service = LocalTrainingService(policy, optimizer, role=ROLE)
     return TinkerModel(record.run_id, base, service, record)
 
 
-def lora_of(base: Base, shape: LoraShape) -> LoraParameters:
+def find_lora(base: Base, shape: LoraShape) -> LoraParameters:
     """Return the adapter that the protocol describes by parts of the model."""
     head = base.module.get_output_embeddings()
     targets = []
     for name, layer in base.module.named_modules():
-        if isinstance(layer, torch.nn.Linear):
-            is_attention = "attn" in name or "attention" in name
-            is_wanted = shape.train_attn if is_attention else shape.train_mlp
-            if shape.train_unembed if layer is head else is_wanted:
-                targets.append(name)
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        # `LoraShape` has a field for each part.
+        if getattr(shape, find_part(name, layer, head)):
+            targets.append(name)
     if not targets:
         raise bad_request(
             f"the chosen parts of {base.name!r} have no linear layer. Set train_attn, train_mlp or "
@@ -161,27 +167,33 @@ LOSSES: Mapping[str, LossKind] = MappingProxyType(
 
 def target_losses(loss: str, inputs: Mapping[str, Tensor], logprobs_N: Tensor) -> Tensor:
     """Return the loss of each target; all inputs are `[N]`, bounds may be single numbers."""
-    inputs = {name: value.to(logprobs_N.device) for name, value in inputs.items()}
-    options = {"beta": inputs["beta"]} if "beta" in inputs else {}
+    inputs = {name: tensor.to(logprobs_N.device) for name, tensor in inputs.items()}
+    options = {}
+    if "beta" in inputs:
+        options["beta"] = inputs["beta"]
     if _LOW in inputs:
-        options |= {"clip_low": 1 - inputs[_LOW], "clip_high": inputs[_HIGH] - 1}
+        # The protocol bounds the ratio itself, our losses its distance from 1.
+        options["clip_low"] = 1 - inputs[_LOW]
+        options["clip_high"] = inputs[_HIGH] - 1
+    # Cross entropy is reinforce with weights for advantages: -weight * logprob.
     advantages_N = inputs["advantages" if "advantages" in inputs else "weights"]
-    old_N = inputs.get("logprobs")
+    old_logprobs_N = inputs.get("logprobs")
+    # One row of all targets.
     loss_BN = PolicyLoss(loss, options).of_tokens(
         logprobs_N.unsqueeze(0),
-        None if old_N is None else old_N.unsqueeze(0),
+        None if old_logprobs_N is None else old_logprobs_N.unsqueeze(0),
         advantages_N.expand_as(logprobs_N).unsqueeze(0),
         torch.ones_like(logprobs_N, dtype=torch.bool).unsqueeze(0),
     )
     return loss_BN.squeeze(0)
 
 
-def loss_of(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
+def build_loss(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
     """Return the `target_losses` of a request, with the inputs of all data in order.
 
     Raises `ApiError` 400 for an unknown loss, and for missing or unused inputs.
     """
-    name, data = request.loss, request.data
+    name = request.loss
     kind = LOSSES.get(name)
     if kind is None:
         raise bad_request(
@@ -189,39 +201,44 @@ def loss_of(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
             "client with forward_backward_custom.",
             "loss_fn",
         )
-    known = kind.defaults.keys() & {"beta", *_BOUNDS}
-    for key, value in request.config.items():
-        if key not in known or isinstance(value, str) or not math.isfinite(value):
+    options = kind.defaults.keys() & {"beta", *_BOUNDS}
+    for key, option in request.config.items():
+        if key not in options or isinstance(option, str) or not math.isfinite(option):
             raise bad_request(
-                f"loss_fn_config of the loss {name!r} has {key}={value!r}. It takes finite numbers "
-                f"for: {', '.join(sorted(known)) or 'nothing'}.",
+                f"loss_fn_config of the loss {name!r} has {key}={option!r}. It takes finite "
+                f"numbers for: {', '.join(sorted(options)) or 'nothing'}.",
                 "loss_fn_config",
             )
-    inputs: dict[str, Tensor] = {
-        key: torch.tensor(float(request.config.get(key, default)))
-        for key, default in kind.defaults.items()
-    }
-    names = {key for datum in data for key in datum.inputs} - {"target_tokens"}
+    inputs: dict[str, Tensor] = {}
+    for key, default in kind.defaults.items():
+        inputs[key] = torch.tensor(float(request.config.get(key, default)))
+    # An input per target replaces the default or the option of the same name.
+    inputs |= _join_inputs(request.data, name, kind)
+    return partial(target_losses, kind.loss, inputs)
+
+
+def _join_inputs(data: Sequence[Datum], loss_name: str, kind: LossKind) -> dict[str, Tensor]:
+    """Return the inputs of a loss, `[N]` each; raise `ApiError` unless each datum has the same."""
+    sent = {name for datum in data for name in datum.inputs} - {"target_tokens"}
     allowed = {*kind.needs, *kind.may_have}
-    needed = {*kind.needs, *(names & allowed)}
-    faults = [
-        f"{key} is missing"
-        for key in sorted(needed)
-        if any(key not in datum.inputs for datum in data)
-    ]
-    faults += [f"{key} is not read" for key in sorted(names - allowed)]
+    faults = []
+    for name in sorted({*kind.needs, *(sent & allowed)}):
+        if any(name not in datum.inputs for datum in data):
+            faults.append(f"{name} is missing")
+    faults += [f"{name} is not read" for name in sorted(sent - allowed)]
     if faults:
         raise bad_request(
-            f"wrong inputs of the loss {name!r}: {'; '.join(faults)}. Each "
+            f"wrong inputs of the loss {loss_name!r}: {'; '.join(faults)}. Each "
             f"datum takes: {', '.join(['target_tokens', *sorted(allowed)])}.",
             "loss_fn_inputs",
         )
-    for key in names:
-        values = torch.cat([datum.inputs[key].flatten() for datum in data])
-        if not values.is_floating_point() or not bool(values.isfinite().all()):
-            raise bad_request(f"{key} of some datum is not finite in float32.", "loss_fn_inputs")
-        inputs[key] = values
-    return partial(target_losses, kind.loss, inputs)
+    inputs = {}
+    for name in sent:
+        input_N = torch.cat([datum.inputs[name].flatten() for datum in data])
+        if not input_N.is_floating_point() or not bool(input_N.isfinite().all()):
+            raise bad_request(f"{name} of some datum is not finite in float32.", "loss_fn_inputs")
+        inputs[name] = input_N
+    return inputs
 
 
 # ---- log-probabilities
@@ -232,30 +249,34 @@ def target_logprobs(policy: HuggingFaceLanguageModel, data: Sequence[Datum]) -> 
 
     If each target is the next token, as usual, they equal `LanguageModel.logprobs` bit for bit.
     """
-    found: dict[int, Tensor] = {}
-    plain = [number for number, one in enumerate(data) if _are_next_tokens(one)]
-    if plain:
-        rows = [data[number] for number in plain]
-        logprobs_BT = policy.logprobs(*_rows([(one.ids[0], one.targets) for one in rows]))
-        for place, number in enumerate(plain):
-            found[number] = logprobs_BT[place, : len(data[number].ids)]
-    others = [number for number in range(len(data)) if number not in found]
-    if others:
-        hidden = hidden_states(policy, [data[number].ids for number in others])
-        for number, hidden_TX in zip(others, hidden, strict=True):
+    # Data of both kinds may be mixed: results are collected by the number of the datum.
+    logprobs: dict[int, Tensor] = {}
+    next_token_numbers = []
+    other_numbers = []
+    for number, datum in enumerate(data):
+        targets = datum.targets
+        is_next_token = targets.ndim == 1 and list(datum.ids[1:]) == targets[:-1].tolist()
+        if is_next_token:
+            next_token_numbers.append(number)
+        else:
+            other_numbers.append(number)
+    if next_token_numbers:
+        rows = [(data[number].ids[0], data[number].targets) for number in next_token_numbers]
+        logprobs_BT = policy.logprobs(*_pad_rows(rows))
+        for row, number in enumerate(next_token_numbers):
+            logprobs[number] = logprobs_BT[row, : len(data[number].ids)]
+    if other_numbers:
+        hidden = hidden_states(policy, [data[number].ids for number in other_numbers])
+        for number, hidden_TX in zip(other_numbers, hidden, strict=True):
             logprobs_TV = policy.compute_logits(hidden_TX).log_softmax(dim=-1)
             targets = data[number].targets.to(hidden_TX.device)
-            chosen_TK = logprobs_TV.gather(1, targets.reshape(len(targets), -1))
-            found[number] = chosen_TK.reshape(targets.shape)
-    return [found[number] for number in range(len(data))]
+            logprobs_TK = logprobs_TV.gather(1, targets.reshape(len(targets), -1))
+            logprobs[number] = logprobs_TK.reshape(targets.shape)
+    return [logprobs[number] for number in range(len(data))]
 
 
-def _are_next_tokens(datum: Datum) -> bool:
-    targets = datum.targets
-    return targets.ndim == 1 and list(datum.ids[1:]) == targets[:-1].tolist()
-
-
-def _rows(rows: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pad_rows(rows: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return rows of a first and further tokens, as `LanguageModel.logprobs` takes them."""
     context_B1 = torch.tensor([[first] for first, _ in rows])
     lengths = torch.tensor([len(ids) for _, ids in rows])
     ids_BT = pad_sequence([ids for _, ids in rows], batch_first=True)
@@ -265,23 +286,24 @@ def _rows(rows: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor, Tensor, T
 
 def hidden_states(policy: HuggingFaceLanguageModel, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return the last hidden state after each token of texts, `[T, X]` per text, with gradient."""
-    # The token after the last one is never looked at.
-    rows = _rows([(ids[0], torch.tensor([*ids[1:], ids[-1]])) for ids in texts])
-    scores = policy.token_scores(*rows, needs_hidden=True)
+    # A position is scored by the next token. The last one, which has none, is scored by itself;
+    # that score is not read.
+    rows = [(ids[0], torch.tensor([*ids[1:], ids[-1]])) for ids in texts]
+    scores = policy.token_scores(*_pad_rows(rows), needs_hidden=True)
     assert scores.hidden_BTX is not None
-    return [scores.hidden_BTX[place, : len(ids)] for place, ids in enumerate(texts)]
+    return [scores.hidden_BTX[row, : len(ids)] for row, ids in enumerate(texts)]
 
 
 @torch.no_grad()
 def logprobs_after(policy: HuggingFaceLanguageModel, hidden_TX: Tensor) -> list[Tensor]:
     """Return log-probabilities of all tokens at each position, `[T, V]` per chunk of positions."""
-    parts = torch.split(hidden_TX, PLACES_AT_ONCE)
+    parts = torch.split(hidden_TX, POSITIONS_AT_ONCE)
     return [policy.compute_logits(part).log_softmax(dim=-1).cpu() for part in parts]
 
 
-def likeliest(parts: Sequence[Tensor], count: int) -> Likeliest:
+def top_tokens(parts: Sequence[Tensor], count: int) -> TopTokens:
     """Return the most likely tokens at each position, from chunks of `logprobs_after`."""
-    found = [part.topk(min(count, part.shape[1]), dim=1) for part in parts]
-    return Likeliest(
-        torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
-    )
+    tops = [part.topk(min(count, part.shape[1]), dim=1) for part in parts]
+    ids_TK = torch.cat([top.indices for top in tops])
+    logprobs_TK = torch.cat([top.values for top in tops])
+    return TopTokens(ids_TK, logprobs_TK)

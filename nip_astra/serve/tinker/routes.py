@@ -10,13 +10,21 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.serve.requests import ApiError, Limit, bad_request, parse_json, read_body
+from nip_astra.serve.requests import (
+    ApiError,
+    Limit,
+    bad_request,
+    make_refusal,
+    parse_json,
+    read_body,
+)
 from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
     FutureBody,
@@ -34,7 +42,7 @@ from nip_astra.serve.tinker.bodies import (
     TtlBody,
     WeightsInfoBody,
 )
-from nip_astra.serve.tinker.host import TinkerHost, model_id_of
+from nip_astra.serve.tinker.host import TinkerHost, name_model
 from nip_astra.serve.tinker.messages import PROTOBUF, read_forward_backward, read_head
 from nip_astra.serve.tinker.store import Checkpoint, RunRecord, iso_time
 from nip_astra.serve.training import Operation
@@ -76,40 +84,42 @@ def tinker_routes(host: TinkerHost) -> APIRouter:
     routes, rest = _TinkerRoutes(host), _RestRoutes(host)
     run, checkpoint = "/training_runs/{run_id}", "/checkpoints/{kind}/{name}"
     router = APIRouter(prefix="/api/v1")
-    for path, handler in (
-        ("/client/config", routes.client_config),
-        ("/client/dynamic_config", routes.client_config),
-        ("/create_session", routes.create_session),
-        ("/session_heartbeat", routes.heartbeat),
-        ("/sessions/{name}/finish", routes.finish),
-        ("/telemetry", routes.telemetry),
-        ("/create_model", routes.create_model),
-        ("/get_info", routes.get_info),
-        ("/forward_backward", routes.forward_backward),
-        ("/optim_step", routes.optim_step),
-        ("/save_weights", routes.save_weights),
-        ("/load_weights", routes.load_weights),
-        ("/save_weights_for_sampler", routes.save_weights_for_sampler),
-        ("/create_sampling_session", routes.create_sampling_session),
-        ("/join_sampling_session", routes.join_sampling_session),
-        ("/asample", routes.asample),
-        ("/retrieve_future", routes.retrieve_future),
-        ("/weights_info", rest.weights_info),
-    ):
+    posts: dict[str, Callable[..., Any]] = {
+        "/client/config": routes.client_config,
+        "/client/dynamic_config": routes.client_config,
+        "/create_session": routes.create_session,
+        "/session_heartbeat": routes.heartbeat,
+        "/sessions/{name}/finish": routes.finish,
+        "/telemetry": routes.telemetry,
+        "/create_model": routes.create_model,
+        "/get_info": routes.get_info,
+        "/forward_backward": routes.forward_backward,
+        "/optim_step": routes.optim_step,
+        "/save_weights": routes.save_weights,
+        "/load_weights": routes.load_weights,
+        "/save_weights_for_sampler": routes.save_weights_for_sampler,
+        "/create_sampling_session": routes.create_sampling_session,
+        "/join_sampling_session": routes.join_sampling_session,
+        "/asample": routes.asample,
+        "/retrieve_future": routes.retrieve_future,
+        "/weights_info": rest.weights_info,
+    }
+    for path, handler in posts.items():
         router.add_api_route(path, handler, methods=["POST"])
-    every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    all_methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path, reason in NOT_OFFERED.items():
-        router.add_api_route(path, _refusal(path, reason), methods=every)
+        refusal = make_refusal(partial(_not_offered, path, reason))
+        router.add_api_route(path, refusal, methods=all_methods)
     for name, reason in NOT_OFFERED_OF_CHECKPOINTS.items():
-        path = f"{run}{checkpoint}/{name}"
-        router.add_api_route(path, _refusal(name, reason), methods=every)
+        refusal = make_refusal(partial(_not_offered, name, reason))
+        router.add_api_route(f"{run}{checkpoint}/{name}", refusal, methods=all_methods)
     # After the refused ones, which have fixed names in place of {name}.
     reads: dict[str, Callable[..., Any]] = {
         "/healthz": rest.health,
         "/get_server_capabilities": rest.capabilities,
         "/training_runs": rest.runs,
         run: rest.run,
-        f"{run}/checkpoints": rest.of_run,
+        f"{run}/checkpoints": rest.run_checkpoints,
         "/checkpoints": rest.checkpoints,
         "/sessions": rest.sessions,
         "/sessions/{name}": rest.session,
@@ -148,14 +158,14 @@ class _TinkerRoutes:
         return Response(status_code=204)
 
     async def telemetry(self) -> Response:
-        # Accepted and dropped.
+        # Accepted and dropped: the SDK would send it again.
         return JSONResponse({"status": "accepted"})
 
     # ---- models
 
     async def create_model(self, request: Request) -> Response:
         body = await read_body(request, CreateModelBody)
-        model_id = model_id_of(body.session_id, body.model_seq_id)
+        model_id = name_model(body.session_id, body.model_seq_id)
         build = self.host.create(body)
         answer = {"type": "create_model", "model_id": model_id}
         return self._promise(f"create:{model_id}", Operation(build), lambda _: answer)
@@ -175,7 +185,7 @@ class _TinkerRoutes:
             )
         if body.session_id is None or body.model_seq_id is None:
             raise bad_request("give model_id and seq_id, or session_id and model_seq_id.")
-        model_id = model_id_of(body.session_id, body.model_seq_id)
+        model_id = name_model(body.session_id, body.model_seq_id)
         build = self.host.create_from(body, body.session_id, body.model_seq_id)
         answer["model_id"] = model_id
         return self._promise(f"create:{model_id}", Operation(build), lambda _: answer)
@@ -293,12 +303,12 @@ class _TinkerRoutes:
             yield
         except ApiError:
             with suppress(ApiError):
-                given = parse_json(raw)
-                given = given if isinstance(given, dict) else {}
-                name, number = given.get("model_id"), given.get("seq_id")
-                if isinstance(name, str) and isinstance(number, int) and number > 0:
-                    nothing = Operation(lambda: None, _digest(raw))
-                    self.host.work.submit_ordered(name, number, nothing, may_be_early=True)
+                content = parse_json(raw)
+                if isinstance(content, dict):
+                    name, number = content.get("model_id"), content.get("seq_id")
+                    if isinstance(name, str) and isinstance(number, int) and number > 0:
+                        no_work = Operation(lambda: None, _digest(raw))
+                        self.host.work.submit_ordered(name, number, no_work, may_be_early=True)
             raise
 
     async def _read_numbered(self, request: Request, kind: type[Numbered]) -> Numbered:
@@ -316,14 +326,17 @@ class _TinkerRoutes:
         model_id, seq_id = number
         operation = Operation(run, _digest(await request.body()))
         try:
-            known = self.host.work.submit_ordered(model_id, seq_id, operation, may_be_early=True)
+            # For a repeated request, the operation of the first.
+            operation = self.host.work.submit_ordered(
+                model_id, seq_id, operation, may_be_early=True
+            )
         except ApiError as error:
             # The SDK would repeat a conflict for minutes.
             if error.status == 409:
                 raise bad_request(str(error), code=error.code) from error
             raise
         name = f"{model_id}:{seq_id}"
-        self.promises.add(name, known, reply)
+        self.promises.add(name, operation, reply)
         return JSONResponse({"request_id": name, "model_id": model_id})
 
 
@@ -351,15 +364,24 @@ class Promises:
         """Promise the result of an operation, once per name."""
         with self._lock:
             self._promises.setdefault(name, Promise(operation, reply))
-            now = time.monotonic()
-            while self._delivered and self._delivered[0][0] < now - SECONDS_DELIVERED:
-                self._promises.pop(self._delivered.popleft()[1], None)
-            while self._promises:
-                first, promise = next(iter(self._promises.items()))
-                is_old = promise.made_at < now - SECONDS_KEPT or len(self._promises) > MAX_KEPT
-                if not (is_old and promise.operation.future.done()):
-                    break
-                self._promises.pop(first)
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drop results that were delivered, or whose client does not come for them."""
+        now = time.monotonic()
+        while self._delivered:
+            delivered_at, name = self._delivered[0]
+            if delivered_at >= now - SECONDS_DELIVERED:
+                break
+            self._delivered.popleft()
+            self._promises.pop(name, None)
+        # Oldest first.
+        while self._promises:
+            name, promise = next(iter(self._promises.items()))
+            is_old = promise.made_at < now - SECONDS_KEPT or len(self._promises) > MAX_KEPT
+            if not (is_old and promise.operation.future.done()):
+                break
+            self._promises.pop(name)
 
     def knows(self, name: str) -> bool:
         with self._lock:
@@ -381,6 +403,7 @@ class Promises:
             with self._lock:
                 self._delivered.append((time.monotonic(), name))
         except TimeoutError:
+            # The SDK polls again after 408.
             body = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(body, 408)
         except ApiError as error:
@@ -402,14 +425,9 @@ def _digest(body: bytes) -> str:
 # ---- runs, checkpoints and sessions
 
 
-def _refusal(path: str, reason: str) -> Any:
-    async def refuse() -> Response:
-        raise bad_request(
-            f"this service does not offer {path}: {reason}. See the guide training-on-services.",
-            code="not_offered",
-        )
-
-    return refuse
+def _not_offered(path: str, reason: str) -> ApiError:
+    message = f"this service does not offer {path}: {reason}. See the guide training-on-services."
+    return bad_request(message, code="not_offered")
 
 
 class _RestRoutes:
@@ -448,20 +466,20 @@ class _RestRoutes:
 
     async def runs(self, limit: Limit = 20, offset: Offset = 0) -> Response:
         records = self.store.runs()
-        shown = [self._card(record) for record in records[offset : offset + limit]]
-        return JSONResponse(
-            {"training_runs": shown, "cursor": _cursor(offset, limit, len(records))}
-        )
+        page = [self._card(record) for record in records[offset : offset + limit]]
+        cursor = _cursor(offset, limit, len(records))
+        return JSONResponse({"training_runs": page, "cursor": cursor})
 
     async def run(self, run_id: str) -> Response:
         return JSONResponse(self._card(self.store.run(run_id)))
 
     def _card(self, record: RunRecord) -> Reply:
-        saved = self.store.checkpoints(record.run_id)
-        training, sampler = (
-            [one.card() for one in saved if one.kind == kind] for kind in ("training", "sampler")
-        )
-        times = [record.created, *(one.created for one in saved)]
+        checkpoints = self.store.checkpoints(record.run_id)
+        # Oldest first, so the last one of each kind stays.
+        last_by_kind = {checkpoint.kind: checkpoint for checkpoint in checkpoints}
+        last_training = last_by_kind.get("training")
+        last_sampler = last_by_kind.get("sampler")
+        last_time = max([record.created, *(checkpoint.created for checkpoint in checkpoints)])
         return {
             "training_run_id": record.run_id,
             "base_model": record.base_model,
@@ -469,22 +487,25 @@ class _RestRoutes:
             "is_lora": True,
             "corrupted": False,
             "lora_rank": record.lora.rank,
-            "last_request_time": iso_time(max(times)),
-            "last_checkpoint": training[-1] if training else None,
-            "last_sampler_checkpoint": sampler[-1] if sampler else None,
+            "last_request_time": iso_time(last_time),
+            "last_checkpoint": None if last_training is None else last_training.card(),
+            "last_sampler_checkpoint": None if last_sampler is None else last_sampler.card(),
             "user_metadata": record.user_metadata,
         }
 
-    async def of_run(self, run_id: str) -> Response:
-        found = [one.card() for one in self.store.checkpoints(run_id)]
-        return JSONResponse({"checkpoints": found, "cursor": None})
+    async def run_checkpoints(self, run_id: str) -> Response:
+        cards = [checkpoint.card() for checkpoint in self.store.checkpoints(run_id)]
+        return JSONResponse({"checkpoints": cards, "cursor": None})
 
     async def checkpoints(self, limit: Limit = 100, offset: Offset = 0) -> Response:
-        store = self.store
-        found = [one for record in store.runs() for one in store.checkpoints(record.run_id)]
-        found.sort(key=lambda one: -one.created)
-        shown = [one.card() for one in found[offset : offset + limit]]
-        return JSONResponse({"checkpoints": shown, "cursor": _cursor(offset, limit, len(found))})
+        checkpoints: list[Checkpoint] = []
+        for record in self.store.runs():
+            checkpoints += self.store.checkpoints(record.run_id)
+        # The newest first.
+        checkpoints.sort(key=lambda checkpoint: -checkpoint.created)
+        page = [checkpoint.card() for checkpoint in checkpoints[offset : offset + limit]]
+        cursor = _cursor(offset, limit, len(checkpoints))
+        return JSONResponse({"checkpoints": page, "cursor": cursor})
 
     async def delete(self, run_id: str, kind: str, name: str) -> Response:
         self.store.delete(self.store.get(run_id, f"{kind}/{name}"))

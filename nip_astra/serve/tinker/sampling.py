@@ -17,13 +17,13 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.serve.requests import bad_request
 from nip_astra.serve.tinker.bodies import SampleBody, TensorBody
-from nip_astra.serve.tinker.messages import Likeliest, packed, schema, tensor_message
+from nip_astra.serve.tinker.messages import TopTokens, pack, schema, tensor_message
 from nip_astra.serve.tinker.models import (
     ROLE,
+    find_lora,
     hidden_states,
-    likeliest,
     logprobs_after,
-    lora_of,
+    top_tokens,
 )
 from nip_astra.serve.tinker.store import Checkpoint, LoraShape
 from nip_astra.serve.training import Base, Bases
@@ -62,46 +62,56 @@ class SampleRequest:
 
 def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest:
     """Validate a request; `seed` is the default seed."""
-    base, ids = source.base, body.prompt.ids()
+    base = source.base
+    ids = body.prompt.ids()
     if not ids or min(ids) < 0 or max(ids) >= base.vocab_size:
         raise bad_request(
             f"the prompt is empty or holds tokens outside 0 to {base.vocab_size - 1}. Encode it "
             f"with the tokenizer of {base.name!r}.",
             "prompt",
         )
-    last = body.prompt_logprobs_last_n
-    if last is not None and (not body.prompt_logprobs or last >= len(ids)):
+    num_last = body.prompt_logprobs_last_n
+    if num_last is not None and (not body.prompt_logprobs or num_last >= len(ids)):
         raise bad_request(
-            f"prompt_logprobs_last_n is {last} for a prompt of {len(ids)} tokens; it needs "
+            f"prompt_logprobs_last_n is {num_last} for a prompt of {len(ids)} tokens; it needs "
             "prompt_logprobs and must be less than the length of the prompt.",
             "prompt_logprobs_last_n",
         )
     params = body.sampling_params
     room = base.context_window - len(ids)
-    most = params.max_tokens or room
-    if most > room or room < 1:
+    max_tokens = params.max_tokens or room
+    if max_tokens > room or room < 1:
         raise bad_request(
-            f"max_tokens {most} and a prompt of {len(ids)} tokens exceed the window of "
+            f"max_tokens {max_tokens} and a prompt of {len(ids)} tokens exceed the window of "
             f"{base.name!r} ({base.context_window}). Lower max_tokens, or shorten the prompt.",
             "max_tokens",
         )
-    given = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    end_ids = tuple(one for one in given if isinstance(one, int))
+    stops: list[str] = []
+    end_ids: tuple[int, ...] = ()
+    if params.stop is None:
+        # In Tinker's protocol, stops replace the model's own ends.
+        end_ids = base.end_ids
+    elif isinstance(params.stop, str):
+        stops = [params.stop]
+    else:
+        stops = [stop for stop in params.stop if isinstance(stop, str)]
+        end_ids = tuple(stop for stop in params.stop if isinstance(stop, int))
     generation = GenerationRequest(
         prompt=tuple(ids),
-        max_tokens=most,
+        max_tokens=max_tokens,
         seed=seed if params.seed is None else params.seed,
         num_samples=body.num_samples,
         temperature=params.temperature,
+        # The SDK sends -1 for no limit.
         top_k=params.top_k if params.top_k > 0 else None,
         top_p=params.top_p,
-        end_ids=base.end_ids if params.stop is None else end_ids,
+        end_ids=end_ids,
         num_top=0,
         returns_token_ids=True,
     )
-    _ = generation.options  # validates them
-    stops = tuple(one for one in given if isinstance(one, str))
-    return SampleRequest(source, body, generation, stops)
+    # Reading the property validates the options before the request is queued.
+    _ = generation.options
+    return SampleRequest(source, body, generation, tuple(stops))
 
 
 class Samplers:
@@ -109,85 +119,104 @@ class Samplers:
 
     def __init__(self, bases: Bases) -> None:
         self.bases = bases
-        self._held: OrderedDict[str, HuggingFaceLanguageModel] = OrderedDict()
+        # The one used last at the end.
+        self._loaded: OrderedDict[str, HuggingFaceLanguageModel] = OrderedDict()
 
     def answer(self, requests: Sequence[SampleRequest]) -> list[bytes]:
-        policy = self._policy(requests[0].source)
-        progress = policy.complete([one.generation for one in requests], max_rows=MAX_ROWS)
+        """Answer requests for the same weights in one batch."""
+        policy = self._load(requests[0].source)
+        generations = [request.generation for request in requests]
+        answers = policy.complete(generations, max_rows=MAX_ROWS)
         return [
-            _response(policy, request, answers)
-            for request, answers in zip(requests, progress, strict=True)
+            _encode_response(policy, request, request_answers)
+            for request, request_answers in zip(requests, answers, strict=True)
         ]
 
-    def _policy(self, source: SamplerSource) -> HuggingFaceLanguageModel:
-        policy = self._held.get(source.key)
+    def _load(self, source: SamplerSource) -> HuggingFaceLanguageModel:
+        policy = self._loaded.get(source.key)
         if policy is None:
-            lora = None if source.lora is None else lora_of(source.base, source.lora)
+            lora = None if source.lora is None else find_lora(source.base, source.lora)
             policy = self.bases.policy(source.base, lora, trainable=False)
             if source.checkpoint is not None:
                 policy.restore(source.checkpoint.folder / ROLE)
-            self._held[source.key] = policy
-        self._held.move_to_end(source.key)
-        while len(self._held) > MAX_SAMPLERS:
-            self._held.popitem(last=False)
+            self._loaded[source.key] = policy
+        self._loaded.move_to_end(source.key)
+        while len(self._loaded) > MAX_SAMPLERS:
+            self._loaded.popitem(last=False)
         return policy
 
 
-def _response(
-    policy: HuggingFaceLanguageModel, request: SampleRequest, progress: Sequence[Progress]
+def _encode_response(
+    policy: HuggingFaceLanguageModel, request: SampleRequest, answers: Sequence[Progress]
 ) -> bytes:
     pb = schema()
     message = pb.SampleResponse()
-    for one in progress:
-        ids = [record.token for record in one.tokens]
-        # An answer ends after the token that completes a stop text.
-        length = _first_stop(policy, ids, request.stops) if request.stops else None
-        has_stopped = length is not None or one.finish_reason == "stop"
-        ids = ids[:length]
-        added = message.sequences.add(
+    for answer in answers:
+        records = answer.tokens
+        has_stopped = answer.finish_reason == "stop"
+        if request.stops:
+            # An answer ends after the token that completes a stop text.
+            ids = [record.token for record in records]
+            length = _find_first_stop(policy, ids, request.stops)
+            if length is not None:
+                records = records[:length]
+                has_stopped = True
+        ids = [record.token for record in records]
+        sequence = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if has_stopped else pb.STOP_REASON_LENGTH,
-            tokens=packed(torch.tensor(ids, dtype=torch.int32)),
-            logprobs=packed(torch.tensor([record.logprob for record in one.tokens[:length]])),
+            tokens=pack(torch.tensor(ids, dtype=torch.int32)),
+            logprobs=pack(torch.tensor([record.logprob for record in records])),
         )
-        if count := request.body.topk_sample_logprobs:
-            found = _likeliest_of(policy, request.generation.prompt, ids, count)
-            added.topk_sampled_logprobs.CopyFrom(found.encoded())
-    _add_prompt(message, policy, request)
+        num_top = request.body.topk_sample_logprobs
+        if num_top:
+            tops = _score_answer(policy, request.generation.prompt, ids, num_top)
+            sequence.topk_sampled_logprobs.CopyFrom(tops.encode())
+    _add_prompt_scores(message, policy, request)
     encoded: bytes = message.SerializeToString()
     return encoded
 
 
-def _first_stop(
+def _find_first_stop(
     policy: HuggingFaceLanguageModel, ids: list[int], stops: Sequence[str]
 ) -> int | None:
-    """Return the minimum number of tokens whose text holds a stop text, if any."""
+    """Return the minimum number of tokens whose text contains a stop text, if any."""
 
-    def holds(length: int) -> bool:
+    def contains_stop(length: int) -> bool:
         text = policy.tokenizer.decode(ids[:length], skip_special_tokens=False)
         return any(stop in text for stop in stops)
 
-    if not holds(len(ids)):
+    if not contains_stop(len(ids)):
         return None
+    # By bisection: a prefix that contains a stop text stays so when it grows.
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+        if contains_stop(middle):
+            high = middle
+        else:
+            low = middle + 1
     return low
 
 
 @torch.no_grad()
-def _likeliest_of(
+def _score_answer(
     policy: HuggingFaceLanguageModel, prompt: Sequence[int], ids: Sequence[int], count: int
-) -> Likeliest:
+) -> TopTokens:
+    """Return the most likely tokens at each position of an answer."""
     (hidden_TX,) = hidden_states(policy, [[*prompt, *ids]])
-    places = hidden_TX[len(prompt) - 1 : len(prompt) + len(ids) - 1]
-    return likeliest(logprobs_after(policy, places), count)
+    # Each token is predicted at the position before it.
+    start = len(prompt) - 1
+    predicting_TX = hidden_TX[start : start + len(ids)]
+    return top_tokens(logprobs_after(policy, predicting_TX), count)
 
 
 @torch.no_grad()
-def _add_prompt(message: Any, policy: HuggingFaceLanguageModel, request: SampleRequest) -> None:
+def _add_prompt_scores(
+    message: Any, policy: HuggingFaceLanguageModel, request: SampleRequest
+) -> None:
     """Add the requested log-probabilities of the prompt; NaN for the first token."""
-    body, ids = request.body, request.generation.prompt
+    body = request.body
+    ids = request.generation.prompt
     needs_any = (
         body.prompt_logprobs
         or body.topk_prompt_logprobs
@@ -198,44 +227,46 @@ def _add_prompt(message: Any, policy: HuggingFaceLanguageModel, request: SampleR
         return
     if len(ids) == 1:
         if body.prompt_logprobs:
-            message.prompt_logprobs = packed(torch.full((1,), torch.nan))
+            message.prompt_logprobs = pack(torch.full((1,), torch.nan))
         return
     (hidden_TX,) = hidden_states(policy, [ids])
     # Each token is predicted by the position before it; nothing predicts the first.
     parts = logprobs_after(policy, hidden_TX[:-1])
+    # Position of the first token that is reported; its score is in row `first - 1`.
     first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
     if body.prompt_logprobs:
-        logprobs_T = _chosen(parts, torch.tensor(ids[1:])[:, None])[:, 0]
-        unknown = torch.full((first,), torch.nan)
-        message.prompt_logprobs = packed(torch.cat([unknown, logprobs_T[first - 1 :]]))
+        logprobs_T = _gather(parts, torch.tensor(ids[1:])[:, None])[:, 0]
+        unreported = torch.full((first,), torch.nan)
+        message.prompt_logprobs = pack(torch.cat([unreported, logprobs_T[first - 1 :]]))
     if body.topk_prompt_logprobs:
-        found = likeliest(parts, body.topk_prompt_logprobs)
-        shown = Likeliest(found.ids_TK[first - 1 :], found.logprobs_TK[first - 1 :])
-        message.topk_prompt_logprobs.CopyFrom(shown.after(first).encoded())
+        tops = top_tokens(parts, body.topk_prompt_logprobs)
+        reported = TopTokens(tops.ids_TK[first - 1 :], tops.logprobs_TK[first - 1 :])
+        message.topk_prompt_logprobs.CopyFrom(reported.pad_front(first).encode())
     if body.target_prompt_logprobs is not None:
-        targets = _named(parts, body.target_prompt_logprobs, len(ids) - 1)
+        targets = _score_targets(parts, body.target_prompt_logprobs, len(ids) - 1)
         message.target_prompt_logprobs.CopyFrom(tensor_message(targets))
     if body.prompt_alt_tokens_k:
-        drawn = _drawn(parts, body.prompt_alt_tokens_k, request)
-        message.prompt_alt_tokens.tokens.CopyFrom(tensor_message(drawn.ids_TK))
-        message.prompt_alt_tokens.logprobs.CopyFrom(tensor_message(drawn.logprobs_TK))
+        alternatives = _sample_alternatives(parts, body.prompt_alt_tokens_k, request)
+        message.prompt_alt_tokens.tokens.CopyFrom(tensor_message(alternatives.ids_TK))
+        message.prompt_alt_tokens.logprobs.CopyFrom(tensor_message(alternatives.logprobs_TK))
 
 
-def _chosen(parts: Sequence[Tensor], ids_TK: Tensor) -> Tensor:
+def _gather(parts: Sequence[Tensor], ids_TK: Tensor) -> Tensor:
+    """Return the log-probabilities of tokens, from chunks of `logprobs_after`."""
     sizes = [len(part) for part in parts]
-    return torch.cat(
-        [part.gather(1, ids) for part, ids in zip(parts, torch.split(ids_TK, sizes), strict=True)]
-    )
+    ids_by_part = torch.split(ids_TK, sizes)
+    return torch.cat([part.gather(1, ids) for part, ids in zip(parts, ids_by_part, strict=True)])
 
 
-def _named(parts: Sequence[Tensor], body: TensorBody, length: int) -> Tensor:
-    """Return log-probabilities of the given tokens, 0 for a negative id."""
+def _score_targets(parts: Sequence[Tensor], body: TensorBody, length: int) -> Tensor:
+    """Return log-probabilities of the tokens that a request names, 0 for a negative id."""
     if body.sparse_crow_indices is not None or body.shape is None or len(body.shape) != 2:
         raise bad_request(
             "target_prompt_logprobs must be a dense 2-dimensional tensor, with -1 for no token.",
             "target_prompt_logprobs",
         )
-    if body.shape[0] != length or len(body.data) != body.shape[0] * body.shape[1]:
+    num_rows, num_columns = body.shape
+    if num_rows != length or len(body.data) != num_rows * num_columns:
         raise bad_request(
             f"target_prompt_logprobs has the shape {body.shape}, but needs one row for each of the "
             f"{length} tokens after the first.",
@@ -247,10 +278,10 @@ def _named(parts: Sequence[Tensor], body: TensorBody, length: int) -> Tensor:
             f"target_prompt_logprobs holds ids above {parts[0].shape[1] - 1}, the model's largest.",
             "target_prompt_logprobs",
         )
-    return _chosen(parts, ids_TK.clamp(min=0)) * (ids_TK >= 0)
+    return _gather(parts, ids_TK.clamp(min=0)) * (ids_TK >= 0)
 
 
-def _drawn(parts: Sequence[Tensor], count: int, request: SampleRequest) -> Likeliest:
+def _sample_alternatives(parts: Sequence[Tensor], count: int, request: SampleRequest) -> TopTokens:
     """Return alternatives sampled at each position of a prompt, at the request's temperature."""
     generator = torch.Generator().manual_seed(derive_seed(request.generation.seed, "alternatives"))
     temperature = request.generation.temperature
@@ -262,4 +293,4 @@ def _drawn(parts: Sequence[Tensor], count: int, request: SampleRequest) -> Likel
         weights = (part / temperature).softmax(dim=1)
         ids.append(weights.multinomial(count, replacement=True, generator=generator))
     ids_TK = torch.cat(ids)
-    return Likeliest(ids_TK, _chosen(parts, ids_TK))
+    return TopTokens(ids_TK, _gather(parts, ids_TK))

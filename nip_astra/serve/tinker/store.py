@@ -25,7 +25,8 @@ UNNAMED = "unnamed-"
 RUN = re.compile(r"[A-Za-z0-9-]+:train:[0-9]+")
 LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """Latest displayed time; an earlier version allowed longer lifetimes."""
-_ABOUT, _RUN = "checkpoint.json", "run.json"
+_DESCRIPTION = "checkpoint.json"
+_RUN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Checkpoint:
         return f"tinker://{self.run_id}/{self.checkpoint_id}"
 
     def card(self) -> dict[str, Any]:
-        size = sum(one.stat().st_size for one in self.folder.rglob("*") if one.is_file())
+        """Return the checkpoint in the form of the SDK's `Checkpoint`."""
+        size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        expires_at = None if self.expires is None else iso_time(self.expires)
         return {
             "checkpoint_id": self.checkpoint_id,
             "checkpoint_type": self.kind,
@@ -79,7 +82,7 @@ class Checkpoint:
             "size_bytes": size,
             "public": False,
             "user_metadata": self.user_metadata,
-            "expires_at": None if self.expires is None else iso_time(self.expires),
+            "expires_at": expires_at,
         }
 
 
@@ -112,8 +115,9 @@ class CheckpointFolder:
                 "list_training_runs of the SDK's RestClient.",
                 code="run_not_found",
             )
-        given = json.loads(path.read_text(encoding="utf-8"))
-        return RunRecord(**{**given, "lora": LoraShape(**given["lora"])})
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields["lora"] = LoraShape(**fields["lora"])
+        return RunRecord(**fields)
 
     def runs(self) -> list[RunRecord]:
         """Return every run, newest first."""
@@ -122,6 +126,7 @@ class CheckpointFolder:
         return sorted(records, key=lambda record: -record.created)
 
     def _run_folder(self, run_id: str) -> Path:
+        # Windows allows no colon in a name.
         return self.root / run_id.replace(":", "_")
 
     # ---- checkpoints
@@ -155,17 +160,19 @@ class CheckpointFolder:
         unfinished.mkdir(parents=True)
         try:
             write(unfinished)
-            _write_about(unfinished, time.time(), ttl_seconds, user_metadata)
+            _write_description(unfinished, time.time(), ttl_seconds, user_metadata)
             folder.parent.mkdir(exist_ok=True)
+            # A folder cannot replace another that is not empty, so the old one is moved away.
+            replaced = unfinished.with_suffix(".old")
             if folder.exists():
-                folder.rename(unfinished.with_suffix(".old"))
+                folder.rename(replaced)
             unfinished.rename(folder)
-            shutil.rmtree(unfinished.with_suffix(".old"), ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        found = self._read(run_id, kind, folder)
-        assert found is not None
-        return found
+        checkpoint = self._read(run_id, kind, folder)
+        assert checkpoint is not None
+        return checkpoint
 
     def find(self, path: str) -> Checkpoint:
         run_id, _, rest = path.removeprefix("tinker://").partition("/")
@@ -180,46 +187,51 @@ class CheckpointFolder:
         """Return a checkpoint of a run by its name there; raise `ApiError` 404 without one."""
         folder_name, _, name = checkpoint_id.partition("/")
         kinds = {folder: kind for kind, folder in FOLDERS.items()}
-        found = None
+        # The patterns also keep a name from leaving the folder.
         if folder_name in kinds and NAME.fullmatch(name) and RUN.fullmatch(run_id):
-            kind = kinds[folder_name]
-            found = self._read(run_id, kind, self._run_folder(run_id) / folder_name / name)
-        if found is None:
-            raise ApiError(
-                404,
-                f"this service has no checkpoint 'tinker://{run_id[:200]}/{checkpoint_id[:200]}'; "
-                "it may have expired. List them by list_user_checkpoints of the SDK's RestClient.",
-                code="checkpoint_not_found",
-            )
-        return found
+            folder = self._run_folder(run_id) / folder_name / name
+            checkpoint = self._read(run_id, kinds[folder_name], folder)
+            if checkpoint is not None:
+                return checkpoint
+        raise ApiError(
+            404,
+            f"this service has no checkpoint 'tinker://{run_id[:200]}/{checkpoint_id[:200]}'; "
+            "it may have expired. List them by list_user_checkpoints of the SDK's RestClient.",
+            code="checkpoint_not_found",
+        )
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
         """Return every checkpoint of a run, oldest first."""
-        folder = self._run_folder(self.run(run_id).run_id)
-        found = [
-            self._read(run_id, kind, path)
-            for kind, name in FOLDERS.items()
-            for path in (folder / name).glob("*")
-        ]
-        return sorted((one for one in found if one is not None), key=lambda one: one.created)
+        run_folder = self._run_folder(self.run(run_id).run_id)
+        checkpoints = []
+        for kind, folder_name in FOLDERS.items():
+            for path in (run_folder / folder_name).glob("*"):
+                checkpoint = self._read(run_id, kind, path)
+                if checkpoint is not None:
+                    checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.created)
 
     def delete(self, checkpoint: Checkpoint) -> None:
         shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
     def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None) -> None:
         """Change the lifetime of a checkpoint, from now on."""
-        _write_about(checkpoint.folder, checkpoint.created, ttl_seconds, checkpoint.user_metadata)
+        _write_description(
+            checkpoint.folder, checkpoint.created, ttl_seconds, checkpoint.user_metadata
+        )
 
     def _read(self, run_id: str, kind: CheckpointKind, folder: Path) -> Checkpoint | None:
+        """Return the checkpoint in a folder; None without one, or if it has expired."""
         try:
-            about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+            description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
         except OSError:
             return None
-        found = Checkpoint(run_id, kind, folder.name, folder, **about)
-        if found.expires is not None and found.expires < time.time():
-            self.delete(found)
+        checkpoint = Checkpoint(run_id, kind, folder.name, folder, **description)
+        # Deleted when it is next looked at; nothing watches the time.
+        if checkpoint.expires is not None and checkpoint.expires < time.time():
+            self.delete(checkpoint)
             return None
-        return found
+        return checkpoint
 
 
 def iso_time(seconds: float) -> str:
@@ -227,12 +239,9 @@ def iso_time(seconds: float) -> str:
     return datetime.fromtimestamp(min(seconds, LAST_TIME), UTC).isoformat()
 
 
-def _write_about(
+def _write_description(
     folder: Path, created: float, ttl_seconds: int | None, user_metadata: dict[str, str] | None
 ) -> None:
-    about = {
-        "created": created,
-        "expires": None if ttl_seconds is None else time.time() + ttl_seconds,
-        "user_metadata": user_metadata,
-    }
-    write_atomically(folder / _ABOUT, json.dumps(about))
+    expires = None if ttl_seconds is None else time.time() + ttl_seconds
+    description = {"created": created, "expires": expires, "user_metadata": user_metadata}
+    write_atomically(folder / _DESCRIPTION, json.dumps(description))

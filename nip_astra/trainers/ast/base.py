@@ -41,7 +41,7 @@ from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
-from nip_astra.samplers.trees import MAX_PROBES, num_probes_of
+from nip_astra.samplers.trees import MAX_PROBES, count_probes
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scorers.base import Scorer
@@ -469,7 +469,7 @@ class AstTrainer(LanguageModelTrainer):
     def dry_run(self) -> dict[str, Any]:
         """Sample one tree, compute the gradient of one minibatch, and estimate a whole run."""
         estimate = super().dry_run()
-        per_tree = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
+        per_tree = count_probes(self.scenario.tree_width, self.scenario.tree_depth)
         num_episodes = self.evaluation.num_queries_of_run() / per_tree
         at_once = self.training.num_episodes_per_experience
         return {
@@ -482,7 +482,7 @@ class AstTrainer(LanguageModelTrainer):
 
 def _check_size(training: TrainingConfiguration, tree_width: int, tree_depth: int) -> None:
     """Raise for iterations that do not fit into memory."""
-    num_probes = training.num_episodes_per_experience * num_probes_of(tree_width, tree_depth)
+    num_probes = training.num_episodes_per_experience * count_probes(tree_width, tree_depth)
     if num_probes > MAX_PROBES:
         raise ConfigurationError(
             f"{training.num_episodes_per_experience:,} episodes of tree_width {tree_width} and "
@@ -673,7 +673,7 @@ class AstEvaluation:
     def num_training_queries(self) -> int:
         """Return the number of target queries of training."""
         num_trees = self.training.num_iterations * self.training.num_episodes_per_experience
-        return num_trees * num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
+        return num_trees * count_probes(self.scenario.tree_width, self.scenario.tree_depth)
 
     def _num_episodes(self, split: str) -> int:
         return int(self.options.num_dev_episodes if split == "dev" else self.options.num_episodes)

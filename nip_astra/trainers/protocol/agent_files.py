@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.checkpoints.weights import save_modules
 from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 from nip_astra.scenario_instance import ProtocolInstance
@@ -27,14 +28,7 @@ SOLO_PREFIX = "solo_head."
 
 def save_agents(agents: Iterable[Agent], directory: Path) -> None:
     """Write `<name>.safetensors` for each agent."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for agent in agents:
-        # Copies: safetensors refuses tensors that share memory, as those of a shared body do.
-        weights = {
-            name: value.detach().cpu().clone().contiguous()
-            for name, value in agent.state_dict().items()
-        }
-        save_file(weights, directory / f"{agent.name}.safetensors")
+    save_modules({agent.name: agent for agent in agents}, directory)
 
 
 def load_agent(agent: Agent, path: Path) -> None:

@@ -41,7 +41,7 @@ class EndedEpisodes(NamedTuple):
         Sum of each agent's rewards from the episode's first round, also of earlier batches.
     num_rounds_N : Tensor
         Length, as float.
-    is_right_N : Tensor
+    is_correct_N : Tensor
         Whether the decision was the label, as float; running out of rounds is wrong.
     is_undecided_N : Tensor
         Whether the rounds ran out without a decision, as float.
@@ -50,7 +50,7 @@ class EndedEpisodes(NamedTuple):
     datapoint_N: Tensor
     reward_NA: Tensor
     num_rounds_N: Tensor
-    is_right_N: Tensor
+    is_correct_N: Tensor
     is_undecided_N: Tensor
 
 
@@ -86,7 +86,7 @@ class EpisodeLedger:
             datapoint_N=batch["datapoint_id"][is_end_ET],
             reward_NA=torch.stack(sums, dim=1)[is_end_ET],
             num_rounds_N=torch.stack(lengths, dim=1)[is_end_ET],
-            is_right_N=(decision_N == label_N).float(),
+            is_correct_N=(decision_N == label_N).float(),
             is_undecided_N=(decision_N == CONTINUE).float(),
         )
 
@@ -121,9 +121,9 @@ def episode_statistics(episodes: EndedEpisodes, names: Sequence[str]) -> dict[st
     reward_DA = _group_means(episodes.reward_NA, group_N)
     figures = {
         "mean_episode_length": episodes.num_rounds_N.mean(),
-        "mean_accuracy": episodes.is_right_N.mean(),
-        "std_accuracy": episodes.is_right_N.std(correction=0),
-        "worst_datapoint_accuracy": _group_means(episodes.is_right_N[:, None], group_N).min(),
+        "mean_accuracy": episodes.is_correct_N.mean(),
+        "std_accuracy": episodes.is_correct_N.std(correction=0),
+        "worst_datapoint_accuracy": _group_means(episodes.is_correct_N[:, None], group_N).min(),
         "share_undecided": episodes.is_undecided_N.mean(),
     }
     for number, name in enumerate(names):
@@ -316,7 +316,7 @@ class PlayStatistics:
         found: dict[str, Any] = read(episode_statistics(episodes, self.names) | self._sums.result())
         found["num_episodes"] = float(len(episodes.datapoint_N))
         if "mean_accuracy" in found:
-            estimate = rate_estimate(episodes.is_right_N.tolist(), episodes.datapoint_N.tolist())
+            estimate = rate_estimate(episodes.is_correct_N.tolist(), episodes.datapoint_N.tolist())
             found["mean_accuracy_interval"] = [estimate.low, estimate.high]
         return found
 
@@ -356,7 +356,7 @@ def outcome_rows(
                 "datapoint_hash": hashes[datapoint],
                 "y": int(y_N[place]),
                 "decision": int(decision_N[place]),
-                "is_right": bool(ended.is_right_N[place]),
+                "is_correct": bool(ended.is_correct_N[place]),
                 "num_rounds": int(ended.num_rounds_N[place]),
                 "rewards": dict(zip(names, rewards_NA[place], strict=True)),
             }
@@ -376,7 +376,7 @@ def _hash_of(datapoint: Any) -> str:
 
 # ---- sample episodes
 
-COLUMNS = ("episode", "label", "decision", "is_right", "rewards", "datapoint", "rounds")
+COLUMNS = ("episode", "label", "decision", "is_correct", "rewards", "datapoint", "rounds")
 """Columns of a row of sample episodes; `decision` is 2 if the rounds ended without one."""
 TRAIN_TABLE = "train"
 NUM_TEST_EPISODES = 12

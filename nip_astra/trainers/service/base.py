@@ -537,7 +537,7 @@ class ServiceTrainer(LanguageModelTrainer):
         if "rollout/num_trajectories" not in metrics:
             log_rollout_metrics(trajectories, metrics)
         known = [one for one in trajectories if one.reward is not None]
-        metrics.setdefault("rollout/without_reward", float(len(trajectories) - len(known)))
+        metrics.setdefault("rollout/num_without_reward", float(len(trajectories) - len(known)))
         if self._dumps.is_due(self.state.iteration):
             self.dump("trajectories", Batch.from_trajectories(trajectories))
         samples, more = self.prepare(known)
@@ -612,8 +612,8 @@ class ServiceTrainer(LanguageModelTrainer):
             if num_live >= wanted:
                 break
         metrics = {
-            "rollout/played_problems": float(num_played),
-            "rollout/dead_share": 1 - num_live / num_played,
+            "rollout/num_problems_sampled": float(num_played),
+            "rollout/zero_variance_fraction": 1 - num_live / num_played,
             "tokens/generated": float(generated),
             **self._sampler.take_metrics(),
             **episode_figures(episodes),
@@ -623,7 +623,7 @@ class ServiceTrainer(LanguageModelTrainer):
         played = [*kept, *dead]
         log_rollout_metrics(played, metrics)
         num_unrewarded = sum(trajectory.reward is None for trajectory in played)
-        metrics["rollout/without_reward"] = float(num_unrewarded)
+        metrics["rollout/num_without_reward"] = float(num_unrewarded)
         if rounds == 0:
             # Without resampling every problem stays.
             return CollectedRollout(played, metrics, records)
@@ -740,8 +740,11 @@ class ServiceTrainer(LanguageModelTrainer):
         """Return the answers with a reward; None without held-out problems."""
         if not figures:
             return None
-        if "rollout/without_reward" in figures:
-            without, count = figures["rollout/without_reward"], figures["rollout/num_trajectories"]
+        if "rollout/num_without_reward" in figures:
+            without, count = (
+                figures["rollout/num_without_reward"],
+                figures["rollout/num_trajectories"],
+            )
             is_nothing = without == count
         else:
             without, is_nothing = figures["num_without_reward"], figures["num_problems"] == 0

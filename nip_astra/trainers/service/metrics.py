@@ -35,7 +35,7 @@ RECORD_COLUMNS = ("problem", "reward", "messages", "details")
 """Columns of `rollout_rows`; without details if the task has one reward."""
 ANSWER_COLUMNS = (
     *("problem", "run", "problem_hash", "prompt", "solution", "answer", "messages"),
-    *("reward", "is_right", "details"),
+    *("reward", "is_correct", "details"),
 )
 """Columns of `answer_rows`; without details if the task has one reward."""
 
@@ -47,9 +47,9 @@ def log_rollout_metrics(
 
     `rollout/reward_{mean,std,min,max}` over trajectories with a reward, `rollout/num_trajectories`,
     `rollout/num_groups`, `rollout/prompt_tokens_mean`, `rollout/response_tokens_{mean,max}` and,
-    where they are known, `rollout/cut_share`: of trajectories in which a turn had no room to end,
-    and `rollout/entropy`: nats per token of the policy that sampled, estimated from its samples
-    (`-log pi`, without bias where it samples at temperature 1).
+    where they are known, `rollout/truncated_fraction`: of trajectories in which a turn had no room
+    to end, and `rollout/entropy`: nats per token of the policy that sampled, estimated from its
+    samples (`-log pi`, without bias where it samples at temperature 1).
     """
     metrics = {} if metrics is None else metrics
     rows = trajectories.to_trajectories() if isinstance(trajectories, Batch) else trajectories
@@ -76,13 +76,13 @@ def log_rollout_metrics(
             metrics["rollout/entropy"] = sum(-x for x in sums.tolist()) / float(lengths.sum())
         cut = [float(x) for one in rows if (x := one.extras.get("is_cut")) is not None]
         if cut:
-            metrics["rollout/cut_share"] = sum(cut) / len(cut)
+            metrics["rollout/truncated_fraction"] = sum(cut) / len(cut)
     return metrics
 
 
 def without_accuracy(figures: dict[str, Any]) -> dict[str, Any]:
     """Return figures of `Tally.report` without those of correct answers."""
-    prefixes = ("accuracy", "num_right", "pass_at_", "num_complete_problems")
+    prefixes = ("accuracy", "num_correct", "pass_at_", "num_complete_problems")
     return {name: value for name, value in figures.items() if not name.startswith(prefixes)}
 
 
@@ -172,7 +172,7 @@ def answer_rows(
             place % num_runs,
             *_texts_of(episode),
             episode.reward,
-            episode.is_right(success_reward),
+            episode.is_correct(success_reward),
             *([{"rewards": episode.rewards, **episode.extra}] if episode.rewards else []),
         )
         for place, episode in enumerate(rollout.episodes)
@@ -207,7 +207,7 @@ class Tally:
     problems: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     num_runs: int = 0
-    is_right: list[bool | None] = field(default_factory=list)
+    is_correct: list[bool | None] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
 
     def add(self, rollout: TaskRollout, problems: Sequence[int], num_runs: int) -> None:
@@ -216,7 +216,7 @@ class Tally:
         for index, episode in enumerate(rollout.episodes):
             self.num_runs += 1
             if episode.reward is not None:
-                self.is_right.append(episode.is_right(self.success_reward))
+                self.is_correct.append(episode.is_correct(self.success_reward))
                 self.problems.append(problems[index // num_runs])
                 self.rewards.append(episode.reward)
 
@@ -225,22 +225,22 @@ class Tally:
         runs pass@k with its interval over problems; for pass@1 it is that of a share.
         """
         figures: dict[str, Any] = {}
-        if None not in self.is_right:
-            is_right = [float(bool(right)) for right in self.is_right]
-            rate = rate_estimate(is_right, self.problems)
+        if None not in self.is_correct:
+            is_correct = [float(bool(right)) for right in self.is_correct]
+            rate = rate_estimate(is_correct, self.problems)
             figures["accuracy"] = rate.value
             figures["accuracy_interval"] = [rate.low, rate.high]
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
         figures["mean_reward"] = mean
-        if None not in self.is_right:
-            figures["num_right"] = int(sum(is_right))
+        if None not in self.is_correct:
+            figures["num_correct"] = int(sum(is_correct))
         figures |= {
             "num_answers": len(self.rewards),
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
         }
         figures |= episode_figures(self.episodes)
-        has_chances = num_runs > 1 and None not in self.is_right
+        has_chances = num_runs > 1 and None not in self.is_correct
         return figures | (self._pass_at_k(num_runs) if has_chances else {})
 
     def _pass_at_k(self, num_runs: int) -> dict[str, Any]:
@@ -251,9 +251,9 @@ class Tally:
         rights: dict[int, list[float]] = {
             problem: [] for problem, count in counts.items() if count == num_runs
         }
-        for problem, is_right in zip(self.problems, self.is_right, strict=True):
+        for problem, is_correct in zip(self.problems, self.is_correct, strict=True):
             if problem in rights:
-                rights[problem].append(float(bool(is_right)))
+                rights[problem].append(float(bool(is_correct)))
         figures: dict[str, Any] = {"num_complete_problems": len(rights)}
         k = 1
         while k <= num_runs and rights:

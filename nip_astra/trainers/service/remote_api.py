@@ -92,7 +92,7 @@ class RemoteApiTrainer(ServiceTrainer):
             learned = prepared
             for one in learned:
                 one.advantage = 1.0
-        metrics["rollout/dropped_share"] = 1 - len(learned) / max(len(prepared), 1)
+        metrics["rollout/dropped_fraction"] = 1 - len(learned) / max(len(prepared), 1)
         batch = Batch.from_trajectories(learned)
         if learned and self._async is not None:
             scored_BT = score_batch(batch, self.service.compute_logprobs)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, ProtocolHandler
 from nip_astra.samplers.text_rollouts import AnswerJournal, active_turns, transcripts
-from nip_astra.scenario_base.text.game import TextEpisode, TextGame, row_of
+from nip_astra.scenario_base.text.game import TextEpisode, TextGame, read_row
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.intervals import rate_estimate
@@ -38,25 +38,27 @@ def rollout_statistics(
     are columns of the data, by each value of which the accuracy is added.
     """
     y_N, decision_N, datapoint_N = (rollouts[key] for key in ("y", "decision", "datapoint_id"))
-    is_right_N = decision_N == y_N
+    is_correct_N = decision_N == y_N
     _, row_N, count_D = np.unique(datapoint_N, return_inverse=True, return_counts=True)
     found = {
-        "mean_accuracy": float(is_right_N.mean()),
+        "mean_accuracy": float(is_correct_N.mean()),
         "share_undecided": float((decision_N == CONTINUE).mean()),
         "mean_episode_length": float(rollouts["num_rounds"].mean()),
-        "worst_datapoint_accuracy": float((np.bincount(row_N, is_right_N) / count_D).min()),
+        "worst_datapoint_accuracy": float((np.bincount(row_N, is_correct_N) / count_D).min()),
     }
     for label, name in CLASSES.items():
         if (y_N == label).any():
-            found[f"accuracy_of_{name}"] = float(is_right_N[y_N == label].mean())
+            found[f"accuracy_of_{name}"] = float(is_correct_N[y_N == label].mean())
     if (decision_N != CONTINUE).any():
         found["mean_decision"] = float(decision_N[decision_N != CONTINUE].mean())
     if (decision_N == ACCEPT).any():
-        found["accuracy_of_accepting"] = float(is_right_N[decision_N == ACCEPT].mean())
+        found["accuracy_of_accepting"] = float(is_correct_N[decision_N == ACCEPT].mean())
     for column in groupings:
         values_N = rollouts["datapoint", column]
         for value in sorted(set(values_N.tolist())):
-            found[f"accuracy_where_{column}_{value}"] = float(is_right_N[values_N == value].mean())
+            found[f"accuracy_where_{column}_{value}"] = float(
+                is_correct_N[values_N == value].mean()
+            )
     returns_NA = episode_returns(rollouts)
     for number, name in enumerate(agent_names):
         found |= {
@@ -71,8 +73,8 @@ def statistics_with_interval(
 ) -> dict[str, Any]:
     """Return statistics, the number of episodes, and a 95 % interval of accuracy, by datapoint."""
     found: dict[str, Any] = dict(rollout_statistics(rollouts, agent_names, groupings))
-    is_right_N = rollouts["decision"] == rollouts["y"]
-    estimate = rate_estimate(is_right_N.tolist(), rollouts["datapoint_id"].tolist())
+    is_correct_N = rollouts["decision"] == rollouts["y"]
+    estimate = rate_estimate(is_correct_N.tolist(), rollouts["datapoint_id"].tolist())
     found["mean_accuracy_interval"] = [estimate.low, estimate.high]
     found["num_episodes"] = float(len(rollouts))
     return found
@@ -115,7 +117,7 @@ def train_episodes(
         epoch, place = divmod(number, len(data))
         row = shuffled(len(data), seed, "train data", epoch)[place]
         episode_seed = derive_seed(seed, "train episode", number) % NUM_SEEDS
-        yield instance.game.start(row, row_of(data, row), episode_seed)
+        yield instance.game.start(row, read_row(data, row), episode_seed)
 
 
 def held_out_episodes(
@@ -126,7 +128,7 @@ def held_out_episodes(
     rows = range(len(data)) if count is None else shuffled(len(data), seed, "test data")[:count]
     for row in rows:
         episode_seed = derive_seed(seed, "test episode", row) % NUM_SEEDS
-        yield instance.game.start(row, row_of(data, row), episode_seed)
+        yield instance.game.start(row, read_row(data, row), episode_seed)
 
 
 @lru_cache(maxsize=8)
@@ -206,7 +208,7 @@ def episode_rows(
     order = generator.permutation(len(are_right)).tolist()
     right = [place for place in order if are_right[place]]
     other = [place for place in order if not are_right[place]]
-    num_right = min(len(right), max(num_episodes - num_episodes // 2, num_episodes - len(other)))
+    num_correct = min(len(right), max(num_episodes - num_episodes // 2, num_episodes - len(other)))
     returns_NA = episode_returns(rollouts)
     columns = rollouts.get("datapoint", {})
     return [
@@ -223,7 +225,7 @@ def episode_rows(
             },
             _rounds(rollouts, place, game),
         )
-        for place in sorted(right[:num_right] + other[: num_episodes - num_right])
+        for place in sorted(right[:num_correct] + other[: num_episodes - num_correct])
     ]
 
 

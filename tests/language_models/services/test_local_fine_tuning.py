@@ -91,23 +91,23 @@ def test_models_are_named_relative_to_the_run_and_a_changed_model_is_refused(
     service = open_service()
     first = _train(service, _submit(service))
     assert first.model == f"jobs/{first.job_id}/model"
-    assert service.take_up(first.model) == first.model
-    absolute = service.place_of(first.model)
+    assert service.resolve_model(first.model) == first.model
+    absolute = service.find_model_path(first.model)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = open_service(tmp_path / "copy")
     # A run of an older version contains its model's path at the time of training.
-    assert copy.take_up(absolute) == first.model
-    assert Path(copy.place_of(absolute)).is_relative_to(tmp_path / "copy")
+    assert copy.resolve_model(absolute) == first.model
+    assert Path(copy.find_model_path(absolute)).is_relative_to(tmp_path / "copy")
     shutil.rmtree(tmp_path / "run")
     weights = tmp_path / "copy" / first.model / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        copy.take_up(first.model)
+        copy.resolve_model(first.model)
     with pytest.raises(CheckpointError, match="run/jobs"):
-        open_service().take_up(absolute)
-    assert copy.take_up("ft:gpt:1") == "ft:gpt:1"
+        open_service().resolve_model(absolute)
+    assert copy.resolve_model("ft:gpt:1") == "ft:gpt:1"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,9 @@ def test_a_killed_job_continues_after_its_last_step(
     ended = _train(again, job_id)
     assert steps == [0, 1, -1, 2, 3, 4, 5]
     assert ended.model == expected.model
-    files = [Path(item.place_of(str(ended.model))) / "model.safetensors" for item in (whole, again)]
+    files = [
+        Path(item.find_model_path(str(ended.model))) / "model.safetensors"
+        for item in (whole, again)
+    ]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert not (again.directory / job_id / STATE).exists()

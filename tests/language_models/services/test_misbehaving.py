@@ -80,7 +80,7 @@ def outcome_of_a_chat(address: str) -> str:
 
 
 def outcome_of_training(address: str) -> str:
-    limits = {"patience_seconds": 1.0, "operation_timeout": 3.0, "max_answer_mib": 4.0}
+    limits = {"retry_timeout_seconds": 1.0, "operation_timeout": 3.0, "max_answer_mib": 4.0}
     connection = TrainingConnection(
         TrainServiceParameters(backend="http", base_url=address, **limits)
     )

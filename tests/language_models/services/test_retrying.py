@@ -19,6 +19,7 @@ from nip_astra.language_models.services.chat import (
     ChatModel,
     ChatOutcome,
     ChatRequest,
+    ChatUsage,
     FailureReason,
     FinishReason,
     LimitParameters,
@@ -32,7 +33,7 @@ from nip_astra.language_models.services.retrying import (
     ResponseCache,
     RetryingChatModel,
     UsageLog,
-    key_of,
+    cache_key,
     open_chat_model,
 )
 from nip_astra.rollouts.messages import ToolCall
@@ -246,14 +247,14 @@ def test_attempts_after_a_requested_pause_are_spread_as_before_it() -> None:
 def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     inner = model_of(repeat("x"))
-    model = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=3))
+    model = patient(inner, usage_log=UsageLog.open(path), budget=Budget(max_requests=3))
     with pytest.raises(BudgetExhaustedError) as caught:
         ask(model, *[saying(str(n)) for n in range(9)])
     assert len(inner.requests) == 3
     for fact in ("max_service_requests=3", "3 requests", "45 tokens", "nip-astra resume"):
         assert fact in str(caught.value)
     del model
-    more = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=4))
+    more = patient(inner, usage_log=UsageLog.open(path), budget=Budget(max_requests=4))
     assert more.use.num_requests == 3
     ask(more, saying("a"))
     with pytest.raises(BudgetExhaustedError):
@@ -328,7 +329,7 @@ def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path
         (outcome,) = ask(model, saying("hi"))
         assert (outcome.samples, outcome.is_cached) == ((expected,), is_cached)
     # An answer is paid for once.
-    assert (len(inner.requests), outcome.usage, model.use.num_remembered) == (2, (0, 0), 1)
+    assert (len(inner.requests), outcome.usage, model.use.num_cached) == (2, (0, 0), 1)
 
 
 @pytest.mark.parametrize("what", ["emptied", "removed", "damaged", "cut"])
@@ -442,8 +443,15 @@ def test_stored_answers_of_other_versions_that_are_no_replies_are_requested_agai
     cache = ResponseCache(tmp_path / "answers.sqlite")
     model = patient(model_of(["a"]), cache=cache)
     request = saying("hi", max_tokens=4)
-    cache.put({key_of(model.model, request, 0): stored})
+    cache.put({cache_key(model.model, request, 0): stored})
     assert texts(ask(model, request)[0]) == ["a"]
+
+
+def test_the_tokens_of_a_request_with_several_samples_are_stored_once(tmp_path: Path) -> None:
+    cache = ResponseCache(tmp_path / "answers.sqlite")
+    cache.put({"first": ChatAnswer("a"), "second": ChatAnswer("b")}, ChatUsage(7, 3))
+    assert cache.sum_usage(["first", "second"]) == (7, 3)
+    assert cache.sum_usage(["unknown"]) == (0, 0)
 
 
 def test_an_answer_without_a_word_is_not_stored(tmp_path: Path) -> None:

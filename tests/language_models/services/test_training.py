@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.distributed.team import Team
 from nip_astra.errors import CheckpointError, NonFiniteLossError, ServiceRequestError
 from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.services.sharded import DataParallelService
+from nip_astra.language_models.services.tinker_training import PARTS, find_part
 from nip_astra.language_models.services.training import LocalTrainingService, Loss, TrainingService
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import collate
@@ -142,3 +146,27 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_step(tiny_scenario: 
     with pytest.raises(NonFiniteLossError, match="step 1"):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("name", "part"), [("layers.0.self_attn.q_proj", 0), ("mlp.up_proj", 1)])
+def test_a_layer_belongs_to_attention_mlps_or_head(name: str, part: int) -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert find_part(name, layer, None) == PARTS[part]
+    assert find_part(name, layer, layer) == "train_unembed"
+
+
+class HalfTeam(Team):
+    """The first of two processes; the other reports the same."""
+
+    size = 2
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_figures_of_a_divided_step_are_means_over_all_rows(model: LanguageModel) -> None:
+    service = DataParallelService(local(model), HalfTeam())
+    batches = [batch_of(1), batch_of(1)]
+    result = service.forward_backward(batches, nll(service))
+    assert result["nll"] == pytest.approx(result["loss"])
+    assert result == pytest.approx(local(model).forward_backward(batches, nll(service)))

@@ -43,7 +43,7 @@ def test_kept_tokens_are_those_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch)
         expected = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         assert chat.encode_all(texts) == expected
         assert [chat.encode(text) for text in texts] == expected
-        assert len(chat._kept) <= 3
+        assert len(chat._ids_by_text) <= 3
 
 
 def test_decoded_rows_are_those_of_the_tokenizer() -> None:

@@ -65,8 +65,8 @@ class Game:
 
     def rated(self, text):
         self.turns += 1
-        is_right = text.strip() == str(self.hidden)
-        return 1.0 if is_right else -0.25 if self.turns > 1 else None, is_right
+        is_correct = text.strip() == str(self.hidden)
+        return 1.0 if is_correct else -0.25 if self.turns > 1 else None, is_correct
 
     def close(self):
         type(self).closed += 1
@@ -79,8 +79,8 @@ class Guess(Game):
         return self.begin(seed), {}
 
     def step(self, action):
-        reward, is_right = self.rated(action)
-        return "no", reward or 0.0, is_right, self.turns == 3, {}
+        reward, is_correct = self.rated(action)
+        return "no", reward or 0.0, is_correct, self.turns == 3, {}
 
 class Pixels(Guess):
     def reset(self, *, seed=None):
@@ -130,8 +130,8 @@ class Guess(Game):
         return Observation(hint=self.begin(seed))
 
     def step(self, action: Action) -> Observation:
-        reward, is_right = self.rated(action.text)
-        return Observation(hint="no", reward=reward, done=is_right or self.turns == 3)
+        reward, is_correct = self.rated(action.text)
+        return Observation(hint="no", reward=reward, done=is_correct or self.turns == 3)
 
     @property
     def state(self):

@@ -104,8 +104,8 @@ def test_functions_of_trl_get_the_same_arguments(tmp_path: Path) -> None:
     task.progress = TrainingProgress(3, 12)
     first, second = rated(task, "\\boxed{2} so 2", "yes")
     assert first.rewards == dict(zip(plain, [3.0, 14.0, 1.0, 1.0, 0.0, 0.0], strict=True))
-    assert first.is_right(3.0) is True
-    assert first.is_right(3.5) is False
+    assert first.is_correct(3.0) is True
+    assert first.is_correct(3.5) is False
     assert first.reward == 3.0 + 0.5 * 14.0 + 1.0 + 2.0
     assert second.rewards["for_math"] is None
     assert second.reward == 1.0 + 0.5 * 3.0 + 0.0 + 1.0 + 1.0

@@ -15,8 +15,8 @@ from nip_astra.scenario_base.tasks.library import (
     CountdownEnvironment,
     GuessNumberEnvironment,
     PigLatinEnvironment,
+    parse_expression,
     pig_latin,
-    value_of,
 )
 from nip_astra.scorers.base import Message
 from tests.kit.command_line import CommandLine, refused
@@ -86,8 +86,8 @@ def test_countdown_has_a_solution_where_products_bind_before_sums_and_from_the_l
     for index in range(30):
         environment = task.environment("train", index)
         assert environment.step(environment.solution or "").reward == 1.0
-    assert value_of("8-3-2*2") == (1, [8, 3, 2, 2])
-    assert value_of("2 3") is None
+    assert parse_expression("8-3-2*2") == (1, [8, 3, 2, 2])
+    assert parse_expression("2 3") is None
 
 
 def test_a_number_is_guessed_in_turns_that_cost() -> None:

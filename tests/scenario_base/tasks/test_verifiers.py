@@ -30,7 +30,7 @@ class SumData(vf.TaskData):
 
 class SumTask(vf.Task[SumData]):
     @vf.reward(weight=2.0)
-    async def is_right(self, task: SumData, trace: vf.Trace) -> float:
+    async def is_correct(self, task: SumData, trace: vf.Trace) -> float:
         return float(trace.last_reply == task.answer)
 
     @vf.reward
@@ -179,7 +179,7 @@ class SumTask(vf.Task[SumData, SumState]):
         return [Adding(vf.ToolsetConfig())]
 
     @vf.reward
-    async def is_right(self, task: SumData, trace: vf.Trace) -> float:
+    async def is_correct(self, task: SumData, trace: vf.Trace) -> float:
         assert [m.content for m in trace.tool_messages][:1] == ["3"]
         assert trace.assistant_messages[0].tool_calls[0].name == "adding_add"
         return float(trace.last_reply == task.answer) / trace.state.calls

@@ -26,11 +26,11 @@ from nip_astra.scenario_base.text.analysers import (
     Subject,
     Verdict,
     build_rollout_analysers,
+    iterate_subjects,
     judge_rollouts,
     masked_verdicts,
     question_messages,
     read_verdict,
-    subjects_of,
 )
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.kit.text_games import FakeChatModel, build_text_game, play
@@ -74,17 +74,17 @@ def test_a_subject_is_the_messages_of_an_agent_in_a_channel_with_their_context(
     tmp_path: Path,
 ) -> None:
     rollouts, cast = _played(tmp_path)
-    prover, verifier = subjects_of(rollouts, cast)
-    assert (prover.place, prover.name) == ((0, 0, 0), "Prover")
+    prover, verifier = iterate_subjects(rollouts, cast)
+    assert (prover.index, prover.name) == ((0, 0, 0), "Prover")
     assert (prover.role, prover.stance) == ("prover", "accept")
     texts = [line.text for line in prover.lines]
     assert texts == ["question 0", "answer 0", "question 1", "answer 1"]
-    assert [line.text for line in prover.own] == texts[1::2]
+    assert [line.text for line in prover.judged_lines] == texts[1::2]
     assert (verifier.role, verifier.stance) == ("verifier", "")
     assert prover.datapoint == {"claim": "the sky is blue"}, "the label is not a column"
     hiding = Cast(cast.protocol, cast.human_names, ("claim",))
-    assert next(subjects_of(rollouts, hiding)).datapoint == {}
-    second = verifier.own[1]
+    assert next(iterate_subjects(rollouts, hiding)).datapoint == {}
+    second = verifier.judged_lines[1]
     assert [line.text for line in verifier.messages_before(second)] == ["answer 0"]
 
 
@@ -97,13 +97,13 @@ class Short(RolloutAnalyser):
 
 def test_a_judge_reads_no_channel_that_the_agent_did_not(tmp_path: Path) -> None:
     rollouts, cast = _played(tmp_path, "mnip", 3)
-    by_place = {(item.agent, item.channel): item for item in subjects_of(rollouts, cast)}
+    by_place = {(item.agent, item.channel): item for item in iterate_subjects(rollouts, cast)}
     channels = ("prover0_channel", "prover1_channel")
     expected = [*zip(("prover0", "prover1"), channels, strict=True)]
     assert set(by_place) == {*expected, *(("verifier", channel) for channel in channels)}
     assert all("to 1" not in line.text for line in by_place["prover0", "prover0_channel"].lines)
     judged = by_place["verifier", "prover0_channel"]
-    assert [line.text for line in judged.own] == ["question 0 to 0"]
+    assert [line.text for line in judged.judged_lines] == ["question 0 to 0"]
     assert len(judged.lines) == 4, "the verifier reads both channels"
     chosen = Short(Short.Parameters(agents=["prover1"]))
     everyone, alone = (

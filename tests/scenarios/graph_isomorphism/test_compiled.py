@@ -150,7 +150,7 @@ def test_the_loaded_file_is_the_checked_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that takes the name in between is not loaded."""
-    verified = native_code._verified
+    verified = native_code._open_verified
 
     def then_exchanged(path: Path) -> int | None:
         descriptor = verified(path)
@@ -158,7 +158,7 @@ def test_the_loaded_file_is_the_checked_file(
         path.write_bytes(b"no library")
         return descriptor
 
-    monkeypatch.setattr(native_code, "_verified", then_exchanged)
+    monkeypatch.setattr(native_code, "_open_verified", then_exchanged)
     other = tmp_path / "lacking.c"
     other.write_text("int lack_more(void) { return 1; }")
     for file, function in ((source, "lack_memory"), (other, "lack_more")):

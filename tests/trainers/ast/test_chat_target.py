@@ -279,7 +279,7 @@ def test_evaluate_score_and_compare_work_and_reuse_the_answers_of_the_run(
     evaluation = json.loads(cli.ok("evaluate", run, *NO_PROBABILITY, "--json").out)
     assert evaluation["nll"]["target"] is None, "a chat model gives no likelihoods"
     use = evaluation["services"]["target"]
-    assert (use["num_requests"], use["num_remembered"]) == (0, 12)
+    assert (use["num_requests"], use["num_cached"]) == (0, 12)
     assert num_requests(ledger) == before
     assert [card["name"] for card in evaluation["cards"]][1] == "scripted"
     cli.ok("score", run)

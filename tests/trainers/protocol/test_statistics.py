@@ -85,7 +85,7 @@ def test_episodes_are_counted_from_their_first_round_to_their_last() -> None:
     assert ended.datapoint_N.tolist() == [7, 8, 7]
     assert ended.reward_NA.tolist() == [[3.0, 6.0], [4.0, 8.0], [8.0, 16.0]]
     assert ended.num_rounds_N.tolist() == [2.0, 1.0, 1.0]
-    assert ended.is_right_N.tolist() == [1.0, 0.0, 0.0]
+    assert ended.is_correct_N.tolist() == [1.0, 0.0, 0.0]
     assert ended.is_undecided_N.tolist() == [0.0, 1.0, 0.0]
     counts_ET = first_episodes(example())
     assert counts_ET.tolist() == [[True, True, False], [True, False, False]]
@@ -216,7 +216,7 @@ def test_a_row_records_the_played_episode_in_plain_values() -> None:
         )
         assert row["label"] == int(frames["y"][0])
         assert row["decision"] == int(frames["next", "decision"][-1])
-        assert row["is_right"] is (row["label"] == row["decision"])
+        assert row["is_correct"] is (row["label"] == row["decision"])
         assert row["datapoint"] == {"id": int(frames["datapoint_id"][0])}
         assert [played["round"] for played in row["rounds"]] == frames["round"].tolist()
         for played, frame in zip(row["rounds"], frames.unbind(0), strict=True):
@@ -248,15 +248,15 @@ def expected_move(frame: TensorDict, name: str, protocol: ProtocolHandler) -> di
 
 def test_as_many_right_as_other_episodes_are_drawn_if_there_are_as_many() -> None:
     game, batch = play(num_steps=40)
-    assert min(Counter(row["is_right"] for row in rows_of(game, batch)).values()) > 5
-    for num_episodes, num_right in ((10, 5), (7, 4), (1, 1)):
+    assert min(Counter(row["is_correct"] for row in rows_of(game, batch)).values()) > 5
+    for num_episodes, num_correct in ((10, 5), (7, 4), (1, 1)):
         rows = rows_of(game, batch, num_episodes)
         assert len(rows) == num_episodes
-        assert sum(row["is_right"] for row in rows) == num_right
+        assert sum(row["is_correct"] for row in rows) == num_correct
     label_ET = batch["y"].squeeze(-1)
-    for is_right, decision_ET in ((True, label_ET), (False, 1 - label_ET)):
+    for is_correct, decision_ET in ((True, label_ET), (False, 1 - label_ET)):
         batch["next", "decision"] = decision_ET
-        assert [row["is_right"] for row in rows_of(game, batch, 6)] == [is_right] * 6
+        assert [row["is_correct"] for row in rows_of(game, batch, 6)] == [is_correct] * 6
 
 
 def test_the_choice_depends_on_seed_and_step_alone() -> None:

@@ -100,8 +100,8 @@ def test_evaluations_of_a_judged_policy_count_their_own_requests(
 
     first, second = use_of(5), use_of(6)
     assert first["num_requests"] + second["num_requests"] == len(stub.requests) - num_before
-    assert first["num_requests"] + first["num_remembered"] == 3
-    assert use_of(5, "--overwrite")["num_remembered"] == 3
+    assert first["num_requests"] + first["num_cached"] == 3
+    assert use_of(5, "--overwrite")["num_cached"] == 3
     assert use_of(6) == second
 
 

@@ -160,7 +160,7 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     metrics = one_iteration(trainer)
     # The guide compares the runs of a single number: each with those of the other problems.
     assert metrics["custom/advantage_mean"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["rollout/dropped_share"] < 1.0
+    assert metrics["rollout/dropped_fraction"] < 1.0
     assert metrics["num_samples"] > 0
 
 
@@ -179,7 +179,7 @@ def test_a_remote_trainer_learns_through_tinker_by_its_file(
         trainer.service.close()
     assert "the policy has task.policy.language_model.lora={'rank': 32" in caplog.text
     assert metrics["num_samples"] > 0
-    assert metrics["rollout/dropped_share"] < 1.0
+    assert metrics["rollout/dropped_fraction"] < 1.0
 
 
 def test_a_trainer_that_is_in_neither_place_is_reported_with_both(recipe: Path) -> None:

@@ -82,7 +82,12 @@ def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -
 def test_figures_of_rollouts_are_those_of_trajectories_and_of_their_batch() -> None:
     metrics: dict[str, float] = {"mine": 1.0}
     assert log_rollout_metrics(trajectories(), metrics) is metrics
-    expected = {"reward_mean": 0.5, "num_groups": 2, "prompt_tokens_mean": 4 / 3, "cut_share": 1.0}
+    expected = {
+        "reward_mean": 0.5,
+        "num_groups": 2,
+        "prompt_tokens_mean": 4 / 3,
+        "truncated_fraction": 1.0,
+    }
     expected |= {"response_tokens_max": 2, "entropy": (1 + 2 + 3) / 3}
     assert {name: metrics[f"rollout/{name}"] for name in expected} == pytest.approx(expected)
     of_batch = log_rollout_metrics(Batch.from_trajectories(trajectories()))
@@ -93,7 +98,7 @@ def test_metrics_of_advantages_count_uninformative_groups() -> None:
     rows = compute_grpo_advantage_for_trajectories(trajectories())
     metrics = log_grpo_metrics(rows, {})
     assert metrics["grpo/num_groups"] == 2
-    assert metrics["grpo/zero_variance_share"] == 0.5
+    assert metrics["grpo/zero_variance_fraction"] == 0.5
     assert metrics["grpo/advantage_max"] == pytest.approx(0.5**0.5, abs=1e-5)
     assert log_grpo_metrics([], {}) == {"grpo/num_groups": 0.0}
 

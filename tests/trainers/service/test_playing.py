@@ -117,7 +117,7 @@ def test_problems_are_replaced_only_where_equal_rewards_teach_nothing(
         options = ("group_size=1", "use_run_ids=false", "max_resampling_rounds=2", *overrides)
         trainer = prepare(*(f"self_hosted_grpo.{option}" for option in options))
         with torch.no_grad():
-            return float(trainer._play_iteration(0).metrics["rollout/played_problems"])
+            return float(trainer._play_iteration(0).metrics["rollout/num_problems_sampled"])
 
     assert num_played() == 4 * 3
     assert num_played("baseline=none", "scale=none") == 4

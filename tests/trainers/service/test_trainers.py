@@ -177,10 +177,10 @@ def test_uninformative_problems_are_replaced_within_the_stated_cost() -> None:
     pairs = ("self_hosted_grpo", "self_hosted_grpo.group_size=2")
     _, plain = prepared(*pairs)
     _, resampled = prepared(*pairs, "self_hosted_grpo.max_resampling_rounds=3")
-    assert plain.metrics["rollout/dead_share"] > 0
-    assert plain.metrics["rollout/played_problems"] == 8
-    assert 8 < resampled.metrics["rollout/played_problems"] <= 8 * 4
-    assert resampled.metrics["grpo/zero_variance_share"] == 0
+    assert plain.metrics["rollout/zero_variance_fraction"] > 0
+    assert plain.metrics["rollout/num_problems_sampled"] == 8
+    assert 8 < resampled.metrics["rollout/num_problems_sampled"] <= 8 * 4
+    assert resampled.metrics["grpo/zero_variance_fraction"] == 0
     assert len(resampled.samples) <= 8 * 2
 
 

@@ -359,7 +359,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
 
     with monkeypatch.context() as patch:
         if what == "answers.jsonl":
-            patch.setattr(text_rollouts, "_append", full)
+            patch.setattr(text_rollouts, "append_line", full)
         else:
             patch.setattr(Path, "replace", full_at)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):

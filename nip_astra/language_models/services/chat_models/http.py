@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
@@ -23,6 +22,7 @@ from nip_astra.language_models.services.chat import (
     ChatOutcome,
     ChatRequest,
     FailureReason,
+    PerLoop,
     estimate_usage,
     register_chat_model,
 )
@@ -31,10 +31,11 @@ from nip_astra.language_models.services.http_client import (
     LARGEST_ANSWER,
     bounded,
     check_address,
-    failure_of_status,
+    classify_status,
+    parse_retry_after,
     read_key,
     responses_up_to,
-    seconds_to_wait,
+    shorten,
 )
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import PlainText, Url
@@ -45,8 +46,15 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 PLACEHOLDERS = (
-    *("messages", "conversation", "system", "prompt"),
-    *("max_tokens", "temperature", "top_p", "stop", "seed"),
+    "messages",
+    "conversation",
+    "system",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "stop",
+    "seed",
 )
 """Names that a template may use, besides those of its secrets."""
 SECRET_NAMES = ("authorization", "cookie", "key", "token", "secret", "password")
@@ -95,7 +103,7 @@ class HttpChatModel(ChatModel):
 
         @model_validator(mode="after")
         def _has_known_placeholders(self) -> Self:
-            texts = [self.url, *self.headers.values(), *_texts_in(self.body)]
+            texts = [self.url, *self.headers.values(), *_collect_texts(self.body)]
             names = {name for text in texts for name in PLACEHOLDER.findall(text)}
             unknown = sorted(names - {*PLACEHOLDERS, *self.secrets})
             if unknown:
@@ -108,9 +116,10 @@ class HttpChatModel(ChatModel):
             parts = urlsplit(self.url)
             if parts.username or parts.password:
                 raise ValueError("has a user or password in url, which would be stored")
-            for name, value in [*self.headers.items(), *parse_qsl(parts.query)]:
+            for name, text in [*self.headers.items(), *parse_qsl(parts.query)]:
                 is_secret = any(part in name.lower() for part in SECRET_NAMES)
-                if is_secret and not set(PLACEHOLDER.findall(value)) & set(self.secrets):
+                placeholders = set(PLACEHOLDER.findall(text))
+                if is_secret and not placeholders & set(self.secrets):
                     raise ValueError(
                         f"has {name!r} with a fixed value, which would be stored; name its "
                         "environment variable in secrets and write {{ name }}"
@@ -129,8 +138,7 @@ class HttpChatModel(ChatModel):
             name: read_key(variable, f"secrets.{name}") or ""
             for name, variable in parameters.secrets.items()
         }
-        self._client: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients = PerLoop(self._open)
 
     @classmethod
     def load(
@@ -139,9 +147,9 @@ class HttpChatModel(ChatModel):
         return cls(parameters)
 
     async def close(self) -> None:
-        if self._client is not None and self._loop is asyncio.get_running_loop():
-            await self._client.aclose()
-        self._client = self._loop = None
+        client = self._clients.remove()
+        if client is not None:
+            await client.aclose()
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         sample = await self._sample(request)
@@ -152,38 +160,37 @@ class HttpChatModel(ChatModel):
     async def _sample(self, request: ChatRequest) -> ChatAnswer | ChatFailure:
         import httpx
 
-        values = self._values(request)
+        values = self._placeholder_values(request)
         parameters = self.parameters
+        headers = {name: _fill_text(text, values) for name, text in parameters.headers.items()}
         try:
             with responses_up_to(request.longest_response):
-                response = await self._open().request(
+                response = await self._clients.get().request(
                     parameters.method,
-                    _filled_text(parameters.url, values),
-                    headers={
-                        name: _filled_text(value, values)
-                        for name, value in parameters.headers.items()
-                    },
-                    json=_filled(parameters.body, values),
+                    _fill_text(parameters.url, values),
+                    headers=headers,
+                    json=_fill_template(parameters.body, values),
                 )
         except AnswerTooLargeError as error:
             return ChatFailure(FailureReason.TOO_LONG, str(error))
         except httpx.TimeoutException:
             return ChatFailure(FailureReason.TIMEOUT, f"no answer in {parameters.timeout:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            shown = self._shown(f"{type(error).__name__} {error}")
-            return ChatFailure(FailureReason.UNAVAILABLE, shown)
+            message = self._shorten(f"{type(error).__name__} {error}")
+            return ChatFailure(FailureReason.UNAVAILABLE, message)
         if response.status_code >= 300:
-            return self._failure(response)
+            return self._classify_response(response)
         return self._read(response.content)
 
-    def _values(self, request: ChatRequest) -> dict[str, Any]:
+    def _placeholder_values(self, request: ChatRequest) -> dict[str, Any]:
         """Return the values of all placeholders."""
         (number,) = request.sample_numbers
-        messages = [dict(message) for message in request.messages]
-        system = [str(m["content"]) for m in messages if m["role"] == "system"]
+        messages = request.messages
+        system = [message["content"] for message in messages if message["role"] == "system"]
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
         return {
-            "messages": messages,
-            "conversation": "\n".join(f"{m['role']}: {m['content']}" for m in messages),
+            "messages": [dict(message) for message in messages],
+            "conversation": "\n".join(lines),
             "system": "\n".join(system) or None,
             "prompt": messages[-1]["content"] if messages else "",
             "max_tokens": request.max_tokens,
@@ -195,23 +202,18 @@ class HttpChatModel(ChatModel):
         }
 
     def _open(self) -> httpx.AsyncClient:
-        """Return the client of the running event loop, to which connections belong."""
         import httpx
 
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            self._client = bounded(httpx.AsyncClient, LARGEST_ANSWER)(
-                follow_redirects=False, timeout=self.parameters.timeout
-            )
-            self._loop = loop
-        return self._client
+        client_class = bounded(httpx.AsyncClient, LARGEST_ANSWER)
+        # A redirection could lead the secrets elsewhere.
+        return client_class(follow_redirects=False, timeout=self.parameters.timeout)
 
-    def _failure(self, response: httpx.Response) -> ChatFailure:
+    def _classify_response(self, response: httpx.Response) -> ChatFailure:
         """Return the failure of a response by its status; raise if every request would fail."""
         status = response.status_code
-        shown = f"status {status} {self._shown(response.text)}".rstrip()
-        wait = seconds_to_wait(response.headers.get("Retry-After", ""))
-        failure = failure_of_status(status, response.text, shown, wait)
+        report = f"status {status} {self._shorten(response.text)}".rstrip()
+        retry_after = parse_retry_after(response.headers.get("Retry-After", ""))
+        failure = classify_status(status, response.text, report, retry_after)
         if failure is None:
             raise ConfigurationError(
                 f"the chat model {self.name!r} at {self.parameters.url} answered with status "
@@ -225,90 +227,83 @@ class HttpChatModel(ChatModel):
             body = json.loads(content)
         except (ValueError, RecursionError) as error:
             return ChatFailure(FailureReason.MALFORMED, f"the answer is not JSON: {error}")
-        try:
-            text = value_at(body, parameters.answer)
-        except LookupError:
-            text = None
-        optional = {
-            name: _value_or_none(body, getattr(parameters, name))
-            for name in ("refusal", "finish_reason")
+        # In OpenAI's form, so that texts, parts, refusals and reasons are read in one place.
+        message = {
+            "content": read_path(body, parameters.answer),
+            "refusal": read_path(body, parameters.refusal),
         }
-        choice = {
-            "message": {"content": text, "refusal": optional["refusal"]},
-            "finish_reason": optional["finish_reason"],
-        }
-        sample = read_choice(choice)
+        finish_reason = read_path(body, parameters.finish_reason)
+        sample = read_choice({"message": message, "finish_reason": finish_reason})
         if isinstance(sample, ChatFailure):
-            message = f"no text at {parameters.answer!r} of {self._shown(json.dumps(body))!r}"
-            return ChatFailure(sample.reason, message)
+            report = self._shorten(json.dumps(body))
+            return ChatFailure(sample.reason, f"no text at {parameters.answer!r} of {report!r}")
         return sample
 
-    def _shown(self, text: str) -> str:
-        """Return the start of a text on one line, without secrets."""
-        for secret in self._secrets.values():
-            text = text.replace(secret, "***")
-        return " ".join(text.split())[:200]
+    def _shorten(self, text: str) -> str:
+        return shorten(text, self._secrets.values())
 
 
-def value_at(value: Any, path: str) -> Any:
-    """Return the part of a JSON value at a path with dots.
-
-    Raises
-    ------
-    LookupError
-        If there is none.
-    """
-    for name in path.split("."):
-        if isinstance(value, list) and name.lstrip("-").isdecimal():
-            value = value[int(name)]
-        elif isinstance(value, Mapping):
-            value = value[name]
-        else:
-            raise LookupError(path)
-    return value
-
-
-def _value_or_none(body: Any, path: str | None) -> Any:
+def read_path(body: JsonValue, path: str | None) -> JsonValue:
+    """Return the part of a JSON value at a path with dots; None if there is no such part."""
     if path is None:
         return None
-    try:
-        return value_at(body, path)
-    except LookupError:
-        return None
+    part = body
+    for name in path.split("."):
+        try:
+            if isinstance(part, list) and name.lstrip("-").isdecimal():
+                part = part[int(name)]
+            elif isinstance(part, dict):
+                part = part[name]
+            else:
+                return None
+        except LookupError:
+            return None
+    return part
 
 
-def _texts_in(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for name, item in value.items() for text in (name, *_texts_in(item))]
-    if isinstance(value, list):
-        return [text for item in value for text in _texts_in(item)]
-    return []
+def _collect_texts(template: JsonValue) -> list[str]:
+    """Return all texts and names within a JSON value."""
+    if isinstance(template, str):
+        return [template]
+    texts: list[str] = []
+    if isinstance(template, dict):
+        for name, element in template.items():
+            texts += [name, *_collect_texts(element)]
+    elif isinstance(template, list):
+        for element in template:
+            texts += _collect_texts(element)
+    return texts
 
 
-def _filled(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return a template with values in place of its placeholders; elements without one are left
-    out.
+def _fill_template(template: JsonValue, values: Mapping[str, Any]) -> Any:
+    """Return a template with values in place of its placeholders.
+
+    An element of an object whose placeholder has no value is left out.
     """
-    if isinstance(value, str):
-        whole = PLACEHOLDER.fullmatch(value.strip())
-        return values[whole[1]] if whole else _filled_text(value, values)
-    if isinstance(value, Mapping):
-        filled = {name: _filled(item, values) for name, item in value.items()}
-        return {n: item for n, item in filled.items() if item is not None or value[n] is None}
-    if isinstance(value, list):
-        return [_filled(item, values) for item in value]
-    return value
+    if isinstance(template, str):
+        placeholder = PLACEHOLDER.fullmatch(template.strip())
+        # One that is the whole text keeps its type: a number, a list of messages.
+        return values[placeholder[1]] if placeholder else _fill_text(template, values)
+    if isinstance(template, dict):
+        filled = {}
+        for name, element in template.items():
+            filled_element = _fill_template(element, values)
+            # A null of the template itself stays.
+            if filled_element is not None or element is None:
+                filled[name] = filled_element
+        return filled
+    if isinstance(template, list):
+        return [_fill_template(element, values) for element in template]
+    return template
 
 
-def _filled_text(text: str, values: Mapping[str, Any]) -> str:
+def _fill_text(text: str, values: Mapping[str, Any]) -> str:
     """Return a text with values in place of its placeholders; others than texts are JSON."""
 
     def fill(match: re.Match[str]) -> str:
-        value = values[match[1]]
-        if value is None:
+        content = values[match[1]]
+        if content is None:
             return ""
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
     return PLACEHOLDER.sub(fill, text)

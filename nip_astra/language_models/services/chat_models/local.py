@@ -119,13 +119,15 @@ class LocalChatModel(ChatModel):
             raise ModelLoadError(
                 f"the tokenizer of {name!r} has no chat template. Use an instruction-tuned model."
             )
-        self.name = self.place = name
+        self.name = name
+        self.place = name
         self.language_model = model
-        self.max_batch_size, self.num_batches = max_batch_size, num_batches
+        self.max_batch_size = max_batch_size
+        self.num_batches = num_batches
         # A tokenizer may be used by one thread at a time, and the model decodes in another one.
         self.message_format = format_with_markers(model.tokenizer, reasoning_markers)
-        encode = partial(_prompt_of, copy.deepcopy(model.tokenizer), self.message_format)
-        self._prompt_of = lru_cache(MAX_KEPT_PROMPTS)(encode)
+        encode = partial(_encode_chat, copy.deepcopy(model.tokenizer), self.message_format)
+        self._encode_chat = lru_cache(MAX_KEPT_PROMPTS)(encode)
         self._waiting: list[_Pending] = []
         self._worker: asyncio.Task[None] | None = None
         # Requests may come from event loops of several threads.
@@ -152,11 +154,12 @@ class LocalChatModel(ChatModel):
         )
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        prompt, begins_in_thought = self._prompt_of(json.dumps(request.messages))
+        prompt, begins_in_thought = self._encode_chat(json.dumps(request.messages))
         window = self.language_model.context_window
         room = window - len(prompt)
         max_tokens = min(request.max_tokens or DEFAULT_MAX_TOKENS, max(room, 1))
-        failure = grammar = None
+        failure: ChatFailure | None = None
+        grammar: str | None = None
         try:
             grammar = self._grammar(request, begins_in_thought=begins_in_thought)
         except (ConfigurationError, MissingDependencyError, ModelAbilityError) as error:
@@ -169,13 +172,14 @@ class LocalChatModel(ChatModel):
             )
         if failure is not None:
             return ChatOutcome((failure,) * request.num_samples)
-        seeds = [request.seed_from(number) for number in request.sample_numbers]
-        planned = GenerationRequest(
+        seeds = []
+        for number in request.sample_numbers:
+            seed = request.seed_from(number)
+            seeds.append(secrets.randbelow(NUM_SEEDS) if seed is None else seed)
+        generation = GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
-            sample_seeds=tuple(
-                secrets.randbelow(NUM_SEEDS) if seed is None else seed for seed in seeds
-            ),
+            sample_seeds=tuple(seeds),
             num_samples=request.num_samples,
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=request.top_p,
@@ -184,25 +188,37 @@ class LocalChatModel(ChatModel):
             grammar=grammar,
             shown_ids=self.message_format.shown_ids(with_calls=False),
         )
-        _ = planned.options  # validates them
+        # Reading the property validates the options before the request waits with others.
+        _ = generation.options
         loop = asyncio.get_running_loop()
-        pending = _Pending(planned, loop.create_future())
+        pending = _Pending(generation, loop.create_future())
         with self._queue_lock:
             self._waiting.append(pending)
         if self._worker is None or self._worker.done() or self._worker.get_loop() is not loop:
             self._worker = loop.create_task(self._work())
         answers = await pending.answers
-        return ChatOutcome(
-            tuple(self._read(one, request, begins_in_thought=begins_in_thought) for one in answers),
-            ChatUsage(len(prompt), sum(one.num_tokens for one in answers)),
+        samples = tuple(
+            self._read(answer, request, begins_in_thought=begins_in_thought) for answer in answers
         )
+        num_tokens = sum(answer.num_tokens for answer in answers)
+        return ChatOutcome(samples, ChatUsage(len(prompt), num_tokens))
 
     def _read(
         self, progress: Progress, request: ChatRequest, *, begins_in_thought: bool
     ) -> ChatAnswer | ChatFailure:
         """Return a sample, with its reasoning apart from its text."""
-        sample = _sample(progress, request)
-        if isinstance(sample, ChatFailure) or not self.message_format.has_marks:
+        if progress.error is not None:
+            return ChatFailure(FailureReason.REFUSED, progress.error)
+        is_complete = progress.finish_reason == "stop"
+        logprobs: tuple[float, ...] | None = None
+        if request.needs_logprobs:
+            logprobs = tuple(record.logprob for record in progress.tokens)
+        sample = ChatAnswer(
+            progress.text,
+            FinishReason.STOP if is_complete else FinishReason.LENGTH,
+            token_logprobs=logprobs,
+        )
+        if not self.message_format.has_marks:
             return sample
         parsed = self.message_format.parse(sample.text, begins_in_thought=begins_in_thought)
         return replace(
@@ -221,8 +237,10 @@ class LocalChatModel(ChatModel):
             return None
         grammar = f"start: {json_rule(schema)}"
         if begins_in_thought:
-            rules = [f"answer: {json_rule(schema)}", self.message_format.thought_rule()]
-            grammar = "\n".join(["start: thought answer", *rules])
+            # The constraint applies to what follows the thought.
+            thought_rule = self.message_format.thought_rule()
+            grammar = f"start: thought answer\nanswer: {json_rule(schema)}\n{thought_rule}"
+        # Compiled here, so that one that cannot be enforced fails this request only.
         self.language_model.grammars.matcher(grammar)
         return grammar
 
@@ -236,23 +254,28 @@ class LocalChatModel(ChatModel):
             batches = self._take_batches(loop)
             if not batches:
                 return
-            # Actors work at the same time; otherwise each batch returns when it is complete.
-            rounds = [batches] if self._uses_actors else [[batch] for batch in batches]
-            for together in rounds:
-                await self._answer_batches(together)
+            if self._uses_actors:
+                # Actors work at the same time.
+                await self._answer_batches(batches)
+                continue
+            # Each batch returns when it is complete.
+            for batch in batches:
+                await self._answer_batches([batch])
 
     async def _answer_batches(self, batches: Sequence[Sequence[_Pending]]) -> None:
         waiting = [pending for batch in batches for pending in batch]
         try:
+            # In a thread, so that the event loop serves other requests meanwhile.
             answers = await asyncio.to_thread(self._complete, batches)
         except Exception as error:
             for pending in waiting:
                 if not pending.answers.done():
                     pending.answers.set_exception(error)
             return
-        for pending, one in zip(waiting, answers, strict=True):
+        for pending, request_answers in zip(waiting, answers, strict=True):
+            # One whose time is over was cancelled.
             if not pending.answers.done():
-                pending.answers.set_result(one)
+                pending.answers.set_result(request_answers)
 
     @property
     def _uses_actors(self) -> bool:
@@ -260,33 +283,45 @@ class LocalChatModel(ChatModel):
 
     def _take_batches(self, loop: asyncio.AbstractEventLoop) -> list[list[_Pending]]:
         """Return all waiting requests of an event loop, in batches."""
+        requests: list[_Pending] = []
+        remaining: list[_Pending] = []
         with self._queue_lock:
-            own = [one for one in self._waiting if one.answers.get_loop() is loop]
-            self._waiting = [one for one in self._waiting if one.answers.get_loop() is not loop]
-        size, count = self.max_batch_size, len(own)
-        if self.num_batches == 1 or not own:
-            return [own[start : start + size] for start in range(0, count, size)]
+            for pending in self._waiting:
+                if pending.answers.get_loop() is loop:
+                    requests.append(pending)
+                else:
+                    remaining.append(pending)
+            self._waiting = remaining
+        size = self.max_batch_size
+        count = len(requests)
+        if self.num_batches == 1 or count == 0:
+            return [requests[start : start + size] for start in range(0, count, size)]
         num_batches = max(ceil(count / size), min(self.num_batches, count))
-        return [own[part.start : part.stop] for part in split_evenly(range(count), num_batches)]
+        parts = split_evenly(range(count), num_batches)
+        return [requests[part.start : part.stop] for part in parts]
 
     def _complete(self, batches: Sequence[Sequence[_Pending]]) -> list[list[Progress]]:
         """Return the answers of each request; actors, if there are any, share the batches."""
         model = self.language_model
-        calls = [
-            partial(_complete_batch, model, [one.request for one in batch], self.max_batch_size)
-            for batch in batches
-        ]
+        calls = []
+        for batch in batches:
+            requests = [pending.request for pending in batch]
+            calls.append(partial(_complete_batch, model, requests, self.max_batch_size))
         with self._model_lock:
-            if not self._uses_actors:
-                with threads_for(model.num_parameters(), self.num_threads):
-                    completed = [call() for call in calls]
-            else:
+            if self._uses_actors:
                 actors = get_actors()
                 assert actors is not None
                 completed = actors.call(calls, [*model.shared_parts(), model])
-                for _, spent in completed:
-                    model.token_count.add(spent)
-        return [one for answers, _ in completed for one in answers]
+                # In this process the model counts its tokens itself.
+                for _, spent_tokens in completed:
+                    model.token_count.add(spent_tokens)
+            else:
+                with threads_for(model.num_parameters(), self.num_threads):
+                    completed = [call() for call in calls]
+        answers: list[list[Progress]] = []
+        for batch_answers, _ in completed:
+            answers += batch_answers
+        return answers
 
 
 class _Prompt(NamedTuple):
@@ -296,20 +331,12 @@ class _Prompt(NamedTuple):
     begins_in_thought: bool
 
 
-def _prompt_of(tokenizer: Any, message_format: MessageFormat, conversation: str) -> _Prompt:
+def _encode_chat(tokenizer: Any, message_format: MessageFormat, conversation: str) -> _Prompt:
+    """Return the prompt of a conversation in JSON, one hashable value for the cache."""
     text = render_chat(tokenizer, json.loads(conversation), opens_answer=True)
+    # The template writes the special tokens itself.
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))
     return _Prompt(ids, message_format.begins_in_thought(text))
-
-
-def _sample(progress: Progress, request: ChatRequest) -> ChatAnswer | ChatFailure:
-    if progress.error is not None:
-        return ChatFailure(FailureReason.REFUSED, progress.error)
-    is_whole, logprobs = progress.finish_reason == "stop", None
-    if request.needs_logprobs:
-        logprobs = tuple(record.logprob for record in progress.tokens)
-    reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
-    return ChatAnswer(progress.text, reason, token_logprobs=logprobs)
 
 
 def _complete_batch(

@@ -16,7 +16,6 @@ from pydantic import Field, JsonValue, model_validator
 from nip_astra.errors import counted
 from nip_astra.language_models.services.chat import (
     CPU,
-    NUM_SEEDS,
     ChatAnswer,
     ChatFailure,
     ChatModel,
@@ -30,14 +29,14 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.http_client import (
     OpenAIConnection,
+    find_filter_message,
+    find_passing_reason,
+    find_token_field,
     is_status_error,
-    other_token_field,
-    passing_reason,
     read_key,
-    refused_prompt,
     responses_up_to,
 )
-from nip_astra.language_models.services.service_process import OwnService, digest_of_files
+from nip_astra.language_models.services.service_process import OwnService, digest_files
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
@@ -46,6 +45,8 @@ from nip_astra.rollouts.messages import ToolCall
 
 WITHHELD = ("content_filter", "refusal", "safety", "prohibited_content")
 """Finish reasons for an answer that a filter or the model's provider withholds."""
+MAX_TOKENS_COUNTED = 2**31
+"""Counts of tokens from this one on are invalid: they would exhaust any budget."""
 UNFINISHED = ("error", "abort")
 """Finish reasons of OpenRouter and vLLM for an answer that the service did not complete."""
 
@@ -97,14 +98,14 @@ class OpenAIChatModel(ChatModel):
         self,
         parameters: Any,
         *,
-        what: str = "the chat model",
+        service_name: str = "the chat model",
         scenario_dir: Path | None = None,
         device: torch.device = CPU,
     ) -> None:
         self.parameters = parameters
         self.name = parameters.model
         self.samples_at_once = parameters.samples_per_request
-        self._what = what
+        self._service_name = service_name
         self._token_field: str = parameters.token_field
         self._own: OwnService | None = None
         self._connection: OpenAIConnection | None = None
@@ -113,10 +114,10 @@ class OpenAIChatModel(ChatModel):
             path = Path(source) / (file or "")
             weights = str(path.resolve()) if path.exists() else source
             self._own = OwnService.shared(self.name, weights, str(device))
-            # Not its address: the port changes.
-            self.place = f"local service of {weights} {digest_of_files(weights)}"
+            # The key of stored answers. Not the address, whose port changes.
+            self.place = f"local service of {weights} {digest_files(weights)}"
         else:
-            key = read_key(parameters.api_key_variable, f"api_key_variable of {what}")
+            key = read_key(parameters.api_key_variable, f"api_key_variable of {service_name}")
             self._connection = self._connect(parameters.base_url, key)
             self.place = self._connection.base_url
         if parameters.extra_body:
@@ -127,7 +128,7 @@ class OpenAIChatModel(ChatModel):
             base_url,
             api_key=api_key,
             timeout=self.parameters.timeout,
-            what=self._what,
+            service=self._service_name,
             # A proxy cannot reach addresses of this machine.
             uses_proxies=self._own is None,
         )
@@ -167,24 +168,25 @@ class OpenAIChatModel(ChatModel):
             return self._outcome_of_error(connection, error, request)
         choices = body.get("choices") if isinstance(body, dict) else None
         if not isinstance(choices, list) or not choices:
-            shown = connection.shown(json.dumps(body))
+            reason = None
             fault = body.get("error") if isinstance(body, dict) else None
-            # OpenRouter's status is 200 although the service behind it failed.
-            reason = passing_reason(fault.get("code")) if isinstance(fault, dict) else None
-            reason = reason or FailureReason.MALFORMED
-            return _failed(request, reason, f"{shown!r} is not a chat completion")
-        missing = ChatFailure(
-            FailureReason.MALFORMED, f"only {counted(len(choices), 'answer')} came"
-        )
-        answers = [read_choice(choice) for choice in choices[: request.num_samples]]
-        samples = (*answers, *[missing] * (request.num_samples - len(answers)))
+            if isinstance(fault, dict):
+                # OpenRouter's status is 200 although the service behind it failed.
+                reason = find_passing_reason(fault.get("code"))
+            message = f"{connection.shorten(json.dumps(body))!r} is not a chat completion"
+            return _failed(request, reason or FailureReason.MALFORMED, message)
+        samples = [read_choice(choice) for choice in choices[: request.num_samples]]
+        num_missing = request.num_samples - len(samples)
+        if num_missing > 0:
+            # Some services ignore `n`.
+            message = f"only {counted(len(choices), 'answer')} came"
+            samples += [ChatFailure(FailureReason.MALFORMED, message)] * num_missing
         usage = _read_usage(body.get("usage"))
         if usage is not None:
-            return ChatOutcome(samples, usage)
+            return ChatOutcome(tuple(samples), usage)
         texts = [sample.text for sample in samples if isinstance(sample, ChatAnswer)]
-        return ChatOutcome(
-            samples, estimate_usage(request.messages, texts), is_usage_estimated=True
-        )
+        estimated_usage = estimate_usage(request.messages, texts)
+        return ChatOutcome(tuple(samples), estimated_usage, is_usage_estimated=True)
 
     async def _send(self, connection: OpenAIConnection, request: ChatRequest) -> str:
         """Return the body of the service's response.
@@ -196,16 +198,17 @@ class OpenAIChatModel(ChatModel):
         try:
             return await self._post(connection, request, token_field)
         except Exception as error:
-            other = other_token_field(error, token_field) if is_status_error(error) else None
-            if other is None or request.max_tokens is None:
+            other_field = find_token_field(error, token_field) if is_status_error(error) else None
+            if other_field is None or request.max_tokens is None:
                 raise
-        body = await self._post(connection, request, other)
-        self._token_field = other
+        body = await self._post(connection, request, other_field)
+        self._token_field = other_field
         return body
 
     async def _post(
         self, connection: OpenAIConnection, request: ChatRequest, token_field: str
     ) -> str:
+        # The raw response: the package builds objects without checking what it reads.
         completions = connection.client().chat.completions.with_raw_response
         messages: Any = list(request.messages)
         response = await completions.create(
@@ -221,17 +224,21 @@ class OpenAIChatModel(ChatModel):
         self, connection: OpenAIConnection, error: Exception, request: ChatRequest
     ) -> ChatOutcome:
         """Return the outcome of an error of the package; raise any other error again."""
-        refusal = refused_prompt(error) if is_status_error(error) else None
+        refusal = find_filter_message(error) if is_status_error(error) else None
         if refusal is not None:
-            answer = ChatAnswer("", FinishReason.CONTENT_FILTER, refusal=connection.shown(refusal))
+            # Part of the experiment's data, not a failure: the probe was refused.
+            refusal = connection.shorten(refusal)
+            answer = ChatAnswer("", FinishReason.CONTENT_FILTER, refusal=refusal)
             usage = estimate_usage(request.messages, ())
             return ChatOutcome((answer,) * request.num_samples, usage, is_usage_estimated=True)
         has_format = "response_format" in self._fields(request, self._token_field)
-        failure = connection.failure_of(error, has_format=has_format)
+        failure = connection.classify_error(error, has_format=has_format)
         return ChatOutcome((failure,) * request.num_samples)
 
     def _fields(self, request: ChatRequest, token_field: str) -> dict[str, Any]:
         """Return the fields of a request besides model and messages, without service defaults."""
+        seed = request.seed_from(request.first_sample) if self.parameters.sends_seed else None
+        # Some services refuse a field that they do not know, even at its default.
         fields: dict[str, Any] = {
             token_field: request.max_tokens,
             "temperature": request.temperature,
@@ -240,10 +247,10 @@ class OpenAIChatModel(ChatModel):
             "n": request.num_samples if request.num_samples > 1 else None,
             "logprobs": True if request.needs_logprobs else None,
             "response_format": request.response_format,
-            "seed": request.seed_from(request.first_sample) if self.parameters.sends_seed else None,
+            "seed": seed,
         }
-        given = {name: value for name, value in fields.items() if value is not None}
-        return {**given, **self.parameters.extra_body}
+        sent_fields = {name: field for name, field in fields.items() if field is not None}
+        return {**sent_fields, **self.parameters.extra_body}
 
 
 def _headers(request: ChatRequest) -> dict[str, str]:
@@ -270,6 +277,7 @@ def read_choice(choice: Any) -> ChatAnswer | ChatFailure:
     parts = read_content(message.get("content"))
     if parts is None:
         return ChatFailure(FailureReason.MALFORMED, "the content of the answer is not a text")
+    # DeepSeek's and SGLang's name, then OpenRouter's and vLLM's, then Mistral's.
     reasoning = message.get("reasoning_content") or message.get("reasoning") or parts.reasoning
     answer = ChatAnswer(
         parts.text or "",
@@ -311,22 +319,21 @@ def read_content(content: Any) -> ContentParts | None:
         if not isinstance(kind, str):
             return None
         if kind in PART_FIELDS:
-            texts.setdefault(PART_FIELDS[kind], []).append(_text_of_part(part))
+            # The text has the name of the part's type, unless it is called "text".
+            text = part["text"] if "text" in part else part.get(kind)
+            if isinstance(text, list):
+                # Mistral's {"type": "thinking", "thinking": [{"type": "text", "text": ...}]}.
+                inner_parts = read_content(text)
+                text = None if inner_parts is None else inner_parts.text
+            if isinstance(text, str):
+                texts.setdefault(PART_FIELDS[kind], []).append(text)
+            else:
+                texts.setdefault(PART_FIELDS[kind], [])
     return ContentParts(**{name: "".join(pieces) for name, pieces in texts.items()})
 
 
-def _text_of_part(part: Mapping[str, Any]) -> str:
-    """Return the text of a part, under the name of its type or "text", or in parts of its own."""
-    value = part.get("text") if "text" in part else part.get(part["type"])
-    if isinstance(value, list):
-        # Mistral's reasoning: {"type": "thinking", "thinking": [{"type": "text", "text": ...}]}.
-        inner = read_content(value)
-        return "" if inner is None else inner.text or ""
-    return value if isinstance(value, str) else ""
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+def _text_or_none(field: object) -> str | None:
+    return field if isinstance(field, str) and field else None
 
 
 def _read_finish(name: Any) -> FinishReason:
@@ -335,6 +342,7 @@ def _read_finish(name: Any) -> FinishReason:
         return FinishReason.STOP
     if name.lower() in WITHHELD:
         return FinishReason.CONTENT_FILTER
+    # `tool_calls`, `eos` and others are ends that the model chose.
     return FinishReason(name) if name in list(FinishReason) else FinishReason.STOP
 
 
@@ -348,31 +356,40 @@ def _read_calls(calls: Any) -> tuple[ToolCall, ...]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             continue
         arguments = function.get("arguments")
-        try:
-            # Empty for a function without arguments.
-            values = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(values, dict):
-            valid.append(ToolCall(function["name"], values))
+        if isinstance(arguments, str):
+            try:
+                # Empty for a function without arguments.
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                continue
+        if isinstance(arguments, dict):
+            valid.append(ToolCall(function["name"], arguments))
     return tuple(valid)
 
 
-def _read_logprobs(found: Any) -> tuple[float, ...] | None:
-    tokens = found.get("content") if isinstance(found, dict) else None
+def _read_logprobs(logprobs: Any) -> tuple[float, ...] | None:
+    """Return the log-probability of each token; None if any is missing or invalid."""
+    tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(tokens, list):
         return None
-    values = [token.get("logprob") if isinstance(token, dict) else None for token in tokens]
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
-        return None
-    return tuple(float(value) for value in values if value is not None)
+    token_logprobs = []
+    for token in tokens:
+        logprob = token.get("logprob") if isinstance(token, dict) else None
+        if not isinstance(logprob, int | float) or not math.isfinite(logprob):
+            return None
+        token_logprobs.append(float(logprob))
+    return tuple(token_logprobs)
 
 
-def _read_usage(found: Any) -> ChatUsage | None:
+def _read_usage(usage: Any) -> ChatUsage | None:
     """Return the tokens counted by the service; None if missing or invalid."""
-    if not isinstance(found, Mapping):
+    if not isinstance(usage, Mapping):
         return None
-    counts = [found.get(name) for name in ChatUsage._fields]
-    if not all(type(count) is int and 0 <= count < NUM_SEEDS for count in counts):
-        return None
-    return ChatUsage(*(int(count) for count in counts if count is not None))
+    counts = []
+    for name in ChatUsage._fields:
+        count = usage.get(name)
+        # `isinstance` would take True for a count.
+        if type(count) is not int or not 0 <= count < MAX_TOKENS_COUNTED:
+            return None
+        counts.append(count)
+    return ChatUsage(*counts)

@@ -95,12 +95,12 @@ class PythonChatModel(ChatModel):
             "seed": request.seed_from(number),
         }
         try:
-            sample = _read_value(await self._call(options))
+            sample = _read_answer(await self._call(options))
         except NipAstraError:
             raise
         except Exception as error:
             # The user's code may raise anything.
-            message = f"{self.name} raised {type(error).__name__}: {_text_of(error)}"
+            message = f"{self.name} raised {type(error).__name__}: {_read_message(error)}"
             sample = ChatFailure(FailureReason.UNAVAILABLE, message)
         answers = [sample.text] if isinstance(sample, ChatAnswer) else []
         usage = estimate_usage(request.messages, answers)
@@ -110,8 +110,9 @@ class PythonChatModel(ChatModel):
         call = self._function.call
         if inspect.iscoroutinefunction(self._function.function):
             return await call(options)
-        value = await _run_in_thread(lambda: call(options))
-        return await value if inspect.isawaitable(value) else value
+        answer = await _run_in_thread(lambda: call(options))
+        # A function without `async` may return a coroutine, as a decorated one does.
+        return await answer if inspect.isawaitable(answer) else answer
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
@@ -134,56 +135,61 @@ def register_function(name: str, function: Callable[..., Any]) -> None:
     register_chat_model(name)(FunctionChatModel)
 
 
-def _read_value(value: Any) -> ChatAnswer | ChatFailure:
-    """Return the answer in a function's value."""
-    if isinstance(value, ChatAnswer | ChatFailure):
-        return value
-    if isinstance(value, str):
-        return ChatAnswer(value)
-    if isinstance(value, Mapping):
-        message = dict(value)
+def _read_answer(returned: object) -> ChatAnswer | ChatFailure:
+    """Return the answer that a function returned."""
+    if isinstance(returned, ChatAnswer | ChatFailure):
+        return returned
+    if isinstance(returned, str):
+        return ChatAnswer(returned)
+    if isinstance(returned, Mapping):
+        message = dict(returned)
         finish_reason = message.pop("finish_reason", None)
         return read_choice({"message": message, "finish_reason": finish_reason})
     return ChatFailure(
         FailureReason.MALFORMED,
-        f"the function returned {type(value).__name__}, not a text, a message or a ChatAnswer",
+        f"the function returned {type(returned).__name__}, not a text, a message or a ChatAnswer",
     )
 
 
 async def _run_in_thread(work: Callable[[], Any]) -> Any:
-    """Return the result of some work in a thread that does not hold the process at its end."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
+    """Return the result of some work in a thread that does not hold the process at its end.
 
-    def finish(value: Any, error: BaseException | None) -> None:
+    `asyncio.to_thread` has a pool of few threads, whose end the interpreter waits for.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def finish(returned: object, error: BaseException | None) -> None:
         # After a time limit nobody waits for it.
-        if result.done():
+        if future.done():
             return
         if error is not None:
-            result.set_exception(error)
+            future.set_exception(error)
         else:
-            result.set_result(value)
+            future.set_result(returned)
 
     def run() -> None:
-        value, error = None, None
+        returned: object = None
+        error: BaseException | None = None
         try:
-            value = work()
+            returned = work()
+        except StopIteration:
+            # A future cannot have it, as it would end the coroutine that awaits.
+            error = RuntimeError("StopIteration")
         except Exception as raised:
             error = raised
         except BaseException as raised:
-            # `sys.exit`, and StopIteration's like, cannot be set as exceptions of a future.
-            error = RuntimeError(f"{type(raised).__name__}: {_text_of(raised)}")
-        if isinstance(error, StopIteration):
-            error = RuntimeError("StopIteration")
+            # `sys.exit`, for instance, would end the event loop.
+            error = RuntimeError(f"{type(raised).__name__}: {_read_message(raised)}")
         # The loop may have ended meanwhile.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(finish, value, error)
+            loop.call_soon_threadsafe(finish, returned, error)
 
     threading.Thread(target=run, name="chat function", daemon=True).start()
-    return await result
+    return await future
 
 
-def _text_of(error: BaseException) -> str:
+def _read_message(error: BaseException) -> str:
     """Return an error's text, also of one whose `__str__` raises."""
     try:
         return str(error)

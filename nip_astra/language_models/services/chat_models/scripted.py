@@ -71,7 +71,7 @@ class ScriptedChatModel(ChatModel):
 
     def __init__(self, script: Script | Sequence[str], *, name: str = "scripted") -> None:
         self.name = name
-        self._script: Script = script if callable(script) else _script_of({}, script)
+        self._script: Script = script if callable(script) else _make_script({}, script)
         self.requests: list[ChatRequest] = []
         """The requests so far, in order."""
 
@@ -79,30 +79,37 @@ class ScriptedChatModel(ChatModel):
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
     ) -> ScriptedChatModel:
-        model = cls(_script_of(parameters.when, parameters.answers), name=parameters.model)
+        model = cls(_make_script(parameters.when, parameters.answers), name=parameters.model)
+        # Answers of another script are not stored answers of this one.
         model.place = str(derive_seed(str(parameters.when), str(parameters.answers)))
         return model
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         self.requests.append(request)
         if request.response_format is not None:
-            form = "scripted models do not support response_format"
-            failure = ChatFailure(FailureReason.UNKNOWN_FORM, form)
+            message = "scripted models do not support response_format"
+            failure = ChatFailure(FailureReason.UNKNOWN_FORM, message)
             return ChatOutcome((failure,) * request.num_samples)
-        samples = tuple(
-            _ended(self._script(request, number), request) for number in request.sample_numbers
+        samples = []
+        for number in request.sample_numbers:
+            scripted = self._script(request, number)
+            samples.append(_end_text(scripted, request) if isinstance(scripted, str) else scripted)
+        texts = [sample.text for sample in samples if isinstance(sample, ChatAnswer)]
+        usage = ChatUsage(
+            prompt_tokens=sum(len(message["content"].split()) for message in request.messages),
+            completion_tokens=sum(len(text.split()) for text in texts),
         )
-        prompt = sum(len(message["content"].split()) for message in request.messages)
-        answer = sum(len(one.text.split()) for one in samples if isinstance(one, ChatAnswer))
-        return ChatOutcome(samples, ChatUsage(prompt, answer))
+        return ChatOutcome(tuple(samples), usage)
 
 
-def _script_of(when: Mapping[str, Sequence[str]], answers: Sequence[str]) -> Script:
+def _make_script(when: Mapping[str, Sequence[str]], answers: Sequence[str]) -> Script:
+    """Return the script of answers by pattern, and otherwise by the request."""
+
     def script(request: ChatRequest, sample: int) -> str:
-        last = request.messages[-1]["content"] if request.messages else ""
-        for pattern, matching in when.items():
-            if re.search(pattern, last):
-                return matching[sample % len(matching)]
+        last_text = request.messages[-1]["content"] if request.messages else ""
+        for pattern, pattern_answers in when.items():
+            if re.search(pattern, last_text):
+                return pattern_answers[sample % len(pattern_answers)]
         parts: list[SeedPart] = [request.seed if request.seed is not None else "no seed"]
         for message in request.messages:
             parts += [message["role"], message["content"]]
@@ -111,12 +118,11 @@ def _script_of(when: Mapping[str, Sequence[str]], answers: Sequence[str]) -> Scr
     return script
 
 
-def _ended(given: str | ChatAnswer | ChatFailure, request: ChatRequest) -> ChatAnswer | ChatFailure:
+def _end_text(text: str, request: ChatRequest) -> ChatAnswer:
     """Return the answer up to a stop text or `max_tokens` words."""
-    if not isinstance(given, str):
-        return given
-    text = cut_at_stop(given, request.stop)
-    text = given if text is None else text
+    cut_text = cut_at_stop(text, request.stop)
+    if cut_text is not None:
+        text = cut_text
     if request.max_tokens is not None and len(text.split()) > request.max_tokens:
         words = re.findall(r"\s*\S+", text)[: request.max_tokens]
         return ChatAnswer("".join(words), FinishReason.LENGTH)
