@@ -23,6 +23,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import functools
+import inspect
 import logging
 import math
 import os
@@ -31,7 +33,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -172,6 +174,32 @@ def within_deadline(name: str, *, seconds: float | None = None) -> Iterator[None
         yield
     if call.is_expired:
         raise call.error()
+
+
+def limit_hooks(cls: type, names: Iterable[str]) -> None:
+    """Give a user's class deadlines for the hooks that it defines.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Hooks that return soon: not those that sample or train for as long as a run takes.
+    """
+    if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        # Our own may take long with large models, and end.
+        return
+    for name in names:
+        hook = vars(cls).get(name)
+        if inspect.isfunction(hook) and not inspect.iscoroutinefunction(hook):
+            setattr(cls, name, _with_deadline(hook, f"{name} of {cls.__name__}"))
+
+
+def _with_deadline(hook: Callable[..., Result], name: str) -> Callable[..., Result]:
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        with within_deadline(name):
+            return hook(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,10 +29,17 @@ from nip_astra.deadlines import (
     within_deadline,
 )
 from nip_astra.errors import CallDeadlineError
+from nip_astra.protocols.protocol_base import (
+    DeterministicSingleVerifierProtocolHandler,
+    RoundResult,
+)
 from nip_astra.resume_check import read_run_contents
 from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.tasks.base import Reaction
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment
+from nip_astra.scenario_base.text.game import TextGame
+from nip_astra.trainers.ast.dpo import AstDpoTrainer
+from nip_astra.trainers.registry import TRAINERS
 from tests.kit.experiments import run_in
 from tests.kit.resuming import short_experiment
 
@@ -186,6 +194,69 @@ def test_a_run_saves_at_a_deadline_and_goes_on_as_if_uninterrupted(
     monkeypatch.setattr(ArithmeticEnvironment, "step", step)
     resume_experiment(slow, progress=False, call_deadline=HOUR)
     assert read_run_contents(slow) == read_run_contents(whole)
+
+
+@pytest.mark.parametrize("hook", ["flatten", "loss"])
+def test_a_hook_of_a_users_trainer_ends_the_run_which_goes_on_as_if_uninterrupted(
+    hook: str, tmp_path: Path
+) -> None:
+    calls = {"until slow": 10**6}
+
+    class Slow(AstDpoTrainer):
+        def flatten(self, tree: Any) -> Any:
+            return self._after("flatten", super().flatten(tree))
+
+        def loss(self, batch: Any) -> Any:
+            return self._after("loss", super().loss(batch))
+
+        def _after(self, name: str, result: Any) -> Any:
+            if name == hook:
+                calls["until slow"] -= 1
+                if calls["until slow"] == 0:
+                    time.sleep(HOUR)
+            return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The trainer of the run is the user's class.
+        patch.setitem(TRAINERS._entries, "ast_dpo", Slow)
+        resolved = short_experiment("ast_dpo", tmp_path / "x", "training.eval_period=4")
+        whole = run_in(tmp_path, resolved, "whole", num_threads=1)
+        calls["until slow"] = 3
+        with pytest.raises(CallDeadlineError) as caught:
+            run_in(tmp_path, resolved, "slow", num_threads=1, call_deadline=0.5)
+        assert hook in str(caught.value)
+        assert "Slow" in str(caught.value)
+        assert (tmp_path / "slow" / "checkpoints" / "latest").is_file()
+        calls["until slow"] = 0
+        resume_experiment(tmp_path / "slow", progress=False, call_deadline=HOUR)
+    assert read_run_contents(tmp_path / "slow") == read_run_contents(whole)
+
+
+def test_hooks_of_users_protocols_and_games_have_deadlines_and_built_in_ones_none() -> None:
+    class Slow(DeterministicSingleVerifierProtocolHandler):
+        def reward(self, agent_name: str, result: RoundResult) -> float:
+            """Documented."""
+            time.sleep(HOUR)
+            return 0.0
+
+    class SlowGame(TextGame):
+        def role(self, agent: str) -> str:
+            return ""
+
+        def read(self, turn: Any, text: str) -> Any:
+            time.sleep(HOUR)
+
+    Slow.__abstractmethods__ = frozenset()
+    handler, game = object.__new__(Slow), object.__new__(SlowGame)
+    with using_deadline(0.05):
+        for call in (
+            lambda: handler.reward("verifier", RoundResult.PASSED),
+            lambda: game.read(None, ""),
+        ):
+            with pytest.raises(CallDeadlineError):
+                call()
+    assert Slow.reward.__doc__ == "Documented."
+    assert not hasattr(TextGame.read, "__wrapped__")
 
 
 STUCK = """

@@ -24,6 +24,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from nip_astra.deadlines import limit_hooks
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
@@ -326,6 +327,10 @@ class ProtocolHandler(ABC):
         active_ORAC = self.active_table()
         _refuse(self, _faults_of_turns(self, active_ORAC))
         self._tables = {active_ORAC.device: _build_tables(self, active_ORAC)}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        limit_hooks(cls, ("step", "reward", "active_mask", "can_decide", "logit_reward"))
 
     @property
     @abstractmethod

@@ -528,8 +528,15 @@ class LanguageModelTrainer(TensorDictTrainer):
             if number < self.state.num_steps_done:
                 continue
             started = time.perf_counter()
-            with self.policy.counting() as spent:
-                metrics = self._optimizer_step(group)
+            generators = global_generators()
+            try:
+                with self.policy.counting() as spent:
+                    metrics = self._optimizer_step(group)
+            except CallDeadlineError:
+                # Hooks precede the step on the weights; the resumed run repeats it.
+                set_global_generators(generators)
+                self.run_on_leader(self._save_checkpoint)
+                raise
             self.state.count_step(
                 {
                     **metrics,

@@ -35,6 +35,7 @@ from nip_astra.checkpoints.run_state import (
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.checkpoints.weights import load_modules, publish_modules, save_modules
+from nip_astra.deadlines import limit_hooks
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     CheckpointError,
@@ -70,6 +71,15 @@ WEIGHTS_DIR = "weights"
 """Folder of a checkpoint with the models of a trainer with a loop of its own."""
 
 __all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_bar"]
+
+
+LIMITED_HOOKS = (
+    *("flatten", "credit", "prepare", "loss", "step", "collate_fn", "after_backward"),
+    *("_prepare_batch", "_prepare_trajectories", "progress_figures", "why_nothing_is_learnt"),
+    *("trainer_state", "load_trainer_state", "_stage_create_fine_tune_jobs"),
+)
+"""Hooks of users' trainers that must return within the run's `call_deadline`, of all families.
+Those that sample, measure or build models take as long as these do."""
 
 
 class Trainer(ABC):
@@ -187,6 +197,10 @@ class Trainer(ABC):
                     f"the setting {text} is for {others}, not for {hyper_params.trainer!r}. Leave "
                     "it out."
                 )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        limit_hooks(cls, LIMITED_HOOKS)
 
     @classmethod
     def declared_figures(cls) -> tuple[str, ...] | None:

@@ -30,6 +30,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, TemplateError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
+from nip_astra.deadlines import limit_hooks
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.language_models.services.chat import ChatMessage
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves, ProtocolHandler
@@ -318,6 +319,10 @@ class TextGame:
         self.max_words = max_words
         self.has_random_stance = has_random_stance
         self._hidden_columns = {"y", *hidden_columns}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        limit_hooks(cls, ("start", "stance", "turns", "read", "play", "messages"))
 
     # ---- rules
 
