@@ -54,10 +54,15 @@ def draw_quality(
         }
         totals.update(counts)
         strata.append(LabelStratum(**counts, name=name, weight=float(len(indices))))
-    counted = {name: totals[name] for name in counts}
-    if drawn == "strata":
-        return Quality(**counted, design=LabelDesign.STRATA, strata=tuple(strata))
-    return Quality(**counted)
+    is_stratified = drawn == "strata"
+    return Quality(
+        num_hits=totals["num_hits"],
+        num_misses=totals["num_misses"],
+        num_passes=totals["num_passes"],
+        num_false_alarms=totals["num_false_alarms"],
+        design=LabelDesign.STRATA if is_stratified else LabelDesign.UNKNOWN,
+        strata=tuple(strata) if is_stratified else (),
+    )
 
 
 def simulate(

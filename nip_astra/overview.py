@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.built_ins import KINDS
 from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError, plural
 from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
@@ -26,7 +24,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters, schema_of_fil
 from nip_astra.parameters.parameters_base import TRL_OPTIONS, PolymorphicParameters, SubParameters
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import showing
-from nip_astra.registry import ALL_REGISTRIES
+from nip_astra.registry import ALL_REGISTRIES, Registry, find_registry
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import to_yaml
 from nip_astra.trust import on_behalf_of
@@ -39,10 +37,6 @@ if TYPE_CHECKING:
 
 SCHEMA_FILE = "parameters/schema.json"
 """Path, in the package's content, of the schema of every shipped trainer and scenario."""
-_REGISTRY = re.compile(r'Registry\(\s*"(\w+)"')
-_REGISTERED = re.compile(
-    r'^@register_(\w+)\((?:\w+\.)?"?(\w+)"?\)\n(?:class|def) .*?"""([^\n]*?)(?:"""|\n)', re.M | re.S
-)
 
 
 class Parameter(NamedTuple):
@@ -398,26 +392,10 @@ class Entry:
     purpose: str
 
 
-@lru_cache(maxsize=1)
-def _sources() -> list[tuple[str, str]]:
-    """Return the source of every module, by name."""
-    package = Path(__file__).parent
-    names = (file.relative_to(package.parent).with_suffix("") for file in package.rglob("*.py"))
-    return [
-        (".".join(name.parts), (package.parent / name).with_suffix(".py").read_text("utf-8"))
-        for name in sorted(names)
-    ]
-
-
-def registry_homes() -> dict[str, str]:
-    """Return the module of each shipped registry; plug-ins may add registries."""
-    return {kind: module for module, text in _sources() for kind in _REGISTRY.findall(text)}
-
-
 def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Entry]:
     """Return the names of one kind, or of every kind, including scenarios.
 
-    What ships is read from the source, so that nothing heavy is imported.
+    What ships is read from the table of built-ins, so that nothing heavy is imported.
 
     Raises
     ------
@@ -426,45 +404,44 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
     """
     for spec in plugins:
         load_plugin(spec)
-    homes = registry_homes()
-    shipped: dict[str, dict[str, str]] = {}
-    for _, text in _sources():
-        for its_kind, name, purpose in _REGISTERED.findall(text):
-            # An environment is registered as the task that draws it.
-            its_kind = "task" if its_kind == "environment" else its_kind
-            shipped.setdefault(its_kind, {})[name.lower()] = purpose
-    kinds = sorted({*homes, *ALL_REGISTRIES})
+    # Plug-ins may add registries.
+    kinds = sorted({*KINDS, *ALL_REGISTRIES})
     if kind is not None:
-        names = {plural(name): name for name in kinds} | {name: name for name in kinds}
-        if kind.replace("-", "_") not in names:
-            known = [plural(name) for name in kinds]
-            raise UnknownNameError("kind", kind, known, "Without one, all are listed.")
-        kinds = [names[kind.replace("-", "_")]]
-    found = []
+        kind_by_word = {plural(name): name for name in kinds} | {name: name for name in kinds}
+        word = kind.replace("-", "_")
+        if word not in kind_by_word:
+            plurals = [plural(name) for name in kinds]
+            raise UnknownNameError("kind", kind, plurals, "Without one, all are listed.")
+        kinds = [kind_by_word[word]]
+    entries: list[Entry] = []
     for name in kinds:
-        own = shipped.get(name, {})
-        if name not in ALL_REGISTRIES and metadata.entry_points(group=f"nip_astra.{plural(name)}"):
-            importlib.import_module(homes[name])
-        registry = ALL_REGISTRIES.get(name)
-        title = "scenario kinds" if name == "scenario" else plural(name.replace("_", " "))
-        for entry in sorted({*own, *(registry.names() if registry else ())}):
-            is_shipped = registry is None or registry.is_built_in(entry)
-            purpose = own.get(entry) if is_shipped else None
-            if is_shipped and purpose is None and name == "optimizer":
-                purpose = "Of `torch.optim`."
-            origin = "built-in" if registry is None else registry.origin(entry)
-            found.append(Entry(title, entry, origin, purpose or _purpose(registry, entry)))
+        entries += _entries_of_kind(name)
         if name == "scenario":
-            found += [
-                Entry("scenarios", one, "", _first_paragraph(one)) for one in scenario_names()
+            entries += [
+                Entry("scenarios", scenario, "", _first_paragraph(scenario))
+                for scenario in scenario_names()
             ]
-    return found
+    return entries
 
 
-def _purpose(registry: Any, name: str) -> str:
-    """Return the first line of a docstring, or why it cannot be read; one fault hides no others."""
+def _entries_of_kind(kind: str) -> list[Entry]:
+    title = "scenario kinds" if kind == "scenario" else plural(kind.replace("_", " "))
+    has_entry_points = bool(metadata.entry_points(group=f"nip_astra.{plural(kind)}"))
+    if kind not in ALL_REGISTRIES and not has_entry_points:
+        # Only what ships: the registry's module, which may import torch, is not needed.
+        built_ins = sorted(KINDS[kind].built_ins().items())
+        return [Entry(title, name, "built-in", built_in.summary) for name, built_in in built_ins]
+    registry = find_registry(kind)
+    return [
+        Entry(title, name, registry.origin(name), _summarise(registry, name))
+        for name in registry.names()
+    ]
+
+
+def _summarise(registry: Registry[Any], name: str) -> str:
+    """Return a component's summary, or why it cannot be read; one fault hides no others."""
     try:
-        return _first_line(registry.get(name).__doc__)
+        return registry.summary(name)
     except NipAstraError as error:
         return f"cannot be used: {error}"
 

@@ -6,11 +6,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from nip_astra.built_ins import KINDS, BuiltIn
 from nip_astra.errors import (
     ConfigurationError,
     DuplicateNameError,
@@ -40,29 +41,16 @@ class Registry(Generic[T]):
     ----------
     kind : str
         The kind in the singular: "trainer". Its entry-point group is `nip_astra.<kind>s`.
-    package : str
-        Package of the built-ins; its module `<name>` registers `<name>`.
-    members : Iterable[str]
-        Names of the built-ins, for instance a `StrEnum`.
-    modules : Mapping[str, str]
-        The module in `package` of each built-in that is not registered by the module of its name.
+    built_ins : Mapping[str, BuiltIn], optional
+        What ships, by name; by default the kind's in `nip_astra.built_ins`.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        *,
-        package: str,
-        members: Iterable[str] = (),
-        modules: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, kind: str, built_ins: Mapping[str, BuiltIn] | None = None) -> None:
         self.kind = kind
-        self.package = package
         self.entry_point_group = f"nip_astra.{plural(kind)}"
-        own = {str(name): module for name, module in (modules or {}).items()}
-        self._built_ins = {
-            name: f"{package}.{own.get(name, name)}" for name in (str(member) for member in members)
-        }
+        if built_ins is None:
+            built_ins = KINDS[kind].built_ins() if kind in KINDS else {}
+        self._built_ins = dict(built_ins)
         self._entries: dict[str, T] = {}
         self._places: dict[str, str] = {}
         self._loading_entry_point: str | None = None
@@ -155,7 +143,14 @@ class Registry(Generic[T]):
 
     def module_of(self, name: str) -> str:
         """Return the module that registers a built-in."""
-        return self._built_ins[str(name)]
+        return self._built_ins[str(name)].module
+
+    def summary(self, name: str) -> str:
+        """Return the first line of a component's docstring; a built-in is not imported for it."""
+        key = str(name)
+        if key in self._built_ins:
+            return self._built_ins[key].summary
+        return (inspect.getdoc(self.get(key)) or "").strip().partition("\n")[0]
 
     def snapshot(self) -> RegistrySnapshot:
         """Return the current state, for `restore`."""
@@ -177,7 +172,7 @@ class Registry(Generic[T]):
         if key in self._entries:
             return self._places[key]
         if key in self._built_ins:
-            own = self._built_ins[key]
+            own = self._built_ins[key].module
             return None if f"{module}.".startswith(f"{own}.") else own
         if key == self._loading_entry_point:
             return None
@@ -188,12 +183,12 @@ class Registry(Generic[T]):
         return None
 
     def _import_built_in(self, key: str) -> None:
-        module = self._built_ins[key]
+        module = self._built_ins[key].module
         try:
             importlib.import_module(module)
         except BaseException as error:
             # Python forgets a module that failed, so its names go too: it can be tried again.
-            for name in (name for name, its in self._built_ins.items() if its == module):
+            for name in [name for name, one in self._built_ins.items() if one.module == module]:
                 self._entries.pop(name, None)
                 self._places.pop(name, None)
             if isinstance(error, ModuleNotFoundError) and error.name == module:
@@ -205,7 +200,7 @@ class Registry(Generic[T]):
     def _has_no_module(self, key: str, module: str, problem: str) -> PluginError:
         return PluginError(
             f"the {self._words} {key!r} is listed as built-in, but the module {module} {problem}. "
-            "Register it there, or remove its member from the enum."
+            "Register it there, or remove it from the table of built-ins."
         )
 
     def _entry_points(self) -> Sequence[metadata.EntryPoint]:
@@ -240,7 +235,14 @@ class Registry(Generic[T]):
 
 
 ALL_REGISTRIES: dict[str, Registry[Any]] = {}
-"""All registries, by kind."""
+"""The registries made so far, by kind."""
+
+
+def find_registry(kind: str) -> Registry[Any]:
+    """Return the registry of a kind, importing its module on first use."""
+    if kind not in ALL_REGISTRIES:
+        importlib.import_module(KINDS[kind].registry)
+    return ALL_REGISTRIES[kind]
 
 
 @lru_cache(maxsize=64)

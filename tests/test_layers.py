@@ -17,8 +17,8 @@ PACKAGE_DIR = ROOT / PACKAGE
 FLOORS = [
     names.split()
     for names in (
-        "errors version lazy registry plugins progress deadlines call_outcomes tracking safe_text "
-        "trust",
+        "errors version lazy built_ins registry plugins progress deadlines call_outcomes tracking "
+        "safe_text trust",
         "parameters experiment_settings",
         "rollouts rl_objectives checkpoints distributed utils",
         "language_models scorers reward_terms message_regressors",

@@ -93,7 +93,7 @@ def test_a_plugin_that_does_not_exist_is_refused(
         ("import sys\nsys.exit(0)\n", ["line 2", "sys.exit"]),
         ("import beside\n", ["ModuleNotFoundError", "from .beside import"]),
         ("import nexrl.trainer\n", ["ModuleNotFoundError", "from nip_astra.nexrl"]),
-        ("from nip_astra.registry import Registry\nRegistry('of_mine', package='x')\n1 / 0\n", []),
+        ("from nip_astra.registry import Registry\nRegistry('of_mine')\n1 / 0\n", []),
     ],
 )
 def test_a_failing_file_leaves_nothing_and_reports_line_and_cause(

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 import pytest
 
 import nip_astra as na
+from nip_astra.built_ins import KINDS, BuiltIn
 from nip_astra.errors import ConfigurationError, DuplicateNameError, PluginError, UnknownNameError
-from nip_astra.overview import registry_homes
 from nip_astra.parameters import types
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
-from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.registry import ALL_REGISTRIES, Registry, find_registry
+from tests.kit.documents import ROOT
 from tests.kit.messages import says
 from tests.kit.registries import ToolType, registering, registry_of_tools, write
 
-for _home in registry_homes().values():
-    importlib.import_module(_home)
+for _kind in KINDS:
+    find_registry(_kind)
 
 
 class Kind(NamedTuple):
@@ -35,7 +36,7 @@ class Kind(NamedTuple):
     decorator: Any
 
 
-KINDS = {
+ENUMERATED = {
     kind: Kind(ALL_REGISTRIES[kind], names, base, getattr(na, f"register_{kind}"))
     for kind, names, base in (
         ("trainer", types.TrainerType, na.Trainer),
@@ -64,15 +65,14 @@ OF_TYPES = (
     *("pretrained_model", "rollout_analyser"),
 )
 """Kinds whose parameters have a `_type`."""
-MEMBERS = [(kind, str(member)) for kind, one in KINDS.items() for member in one.names]
+MEMBERS = [(kind, str(member)) for kind, one in ENUMERATED.items() for member in one.names]
 
 
 def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     enums = [value for value in vars(types).values() if inspect.isclass(value)]
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
-    assert of_names == {item.names for item in KINDS.values()}
-    shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
-    assert shipped == {*KINDS, *OF_FUNCTIONS, *OTHERS}
+    assert of_names == {item.names for item in ENUMERATED.values()}
+    assert set(KINDS) == {*ENUMERATED, *OF_FUNCTIONS, *OTHERS}
 
 
 @pytest.mark.parametrize("kind", OF_FUNCTIONS)
@@ -89,7 +89,7 @@ def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None
 def test_every_member_resolves_to_a_documented_class_with_its_parameters(
     kind: str, name: str
 ) -> None:
-    registry, _, base, _ = KINDS[kind]
+    registry, _, base, _ = ENUMERATED[kind]
     component = registry.get(name)
     assert issubclass(component, (base, na.Environment))
     assert not inspect.isabstract(component)
@@ -105,7 +105,18 @@ def test_every_member_resolves_to_a_documented_class_with_its_parameters(
         assert component.Parameters.type_name == name
 
 
-EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+EACH = pytest.mark.parametrize("kind", ENUMERATED.values(), ids=ENUMERATED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_shows_each_built_in_by_the_first_line_of_its_docstring(kind: str) -> None:
+    registry = find_registry(kind)
+    assert [name for name in registry.names() if registry.is_built_in(name)] == sorted(
+        KINDS[kind].built_ins()
+    )
+    for name, built_in in KINDS[kind].built_ins().items():
+        docstring = inspect.getdoc(registry.get(name)) or ""
+        assert registry.summary(name) == built_in.summary == docstring.partition("\n")[0]
 
 
 @EACH
@@ -114,8 +125,7 @@ def test_every_name_that_a_file_registers_has_a_documented_member(kind: Kind) ->
     assert set(enum) <= set(kind.registry.names())
     decorators = [f"register_{name}(", *(["register_environment("] if name == "task" else [])]
     registered = []
-    package = importlib.import_module(kind.registry.package)
-    for path in Path(next(iter(package.__path__))).rglob("*.py"):
+    for path in (ROOT / "nip_astra").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if not any(f"@{one}" in text for one in decorators):
             continue
@@ -173,7 +183,7 @@ def test_a_shipped_name_cannot_be_taken_and_another_needs_no_member(kind: Kind) 
 @pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize("kind", OF_TYPES)
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
-    registry, names, _, decorator = KINDS[kind]
+    registry, names, _, decorator = ENUMERATED[kind]
     name = str(next(iter(names)))
     parent = registry.get(name)
     mine = decorator("of_my_own")(subclass_of(parent))
@@ -186,7 +196,7 @@ def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(ki
 def test_parameters_of_a_kind_that_do_not_extend_those_of_its_base_are_refused(
     kind: str, base: type
 ) -> None:
-    registry, _, parent, decorator = KINDS[kind]
+    registry, _, parent, decorator = ENUMERATED[kind]
     mine = subclass_of(parent)
     mine.Parameters = type("Parameters", (base,), {})  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match=r"Parameters of 'of_my_own'.*\(Base\.Parameters"):
@@ -282,9 +292,7 @@ def test_built_ins_may_be_in_a_folder_or_in_one_module_whose_import_can_be_tried
     write(tmp_path / "toolbox/hammer/__init__.py", "from toolbox.hammer import head")
     write(tmp_path / "toolbox/hammer/head.py", registering("hammer"))
     assert registry.get("hammer").__module__ == "toolbox.hammer.head"
-    registry = Registry(
-        "tool", package="toolbox", members=ToolType, modules=dict.fromkeys(ToolType, "chest")
-    )
+    registry = Registry("tool", dict.fromkeys(ToolType, BuiltIn("toolbox.chest", "")))
     text = registering("hammer") + registering("saw")
     path = write(tmp_path / "toolbox/chest.py", text + "raise OSError('no such drawer')\n")
     with pytest.raises(OSError, match="no such drawer"):

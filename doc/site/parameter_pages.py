@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import types
@@ -14,12 +13,12 @@ from typing import Any, Literal
 
 from pydantic_core import PydanticUndefined
 
+from nip_astra.built_ins import KINDS
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.overview import registry_homes
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.registry import ALL_REGISTRIES, Registry, find_registry
 from nip_astra.resolving.resolution import SHARED_GROUPS
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 from nip_astra.trainers.solo_agent import SoloAgentTrainer
@@ -61,8 +60,8 @@ class Page:
 
 def parameter_pages() -> Iterator[Page]:
     """Every group of parameters: shared ones, then those of everything that is registered."""
-    for module in registry_homes().values():
-        importlib.import_module(module)
+    for kind in KINDS:
+        find_registry(kind)
     readers = _Readers()
     yield _page("Shared groups", "experiment", HyperParameters, readers, prefix="")
     for name in (*SHARED_GROUPS, "base_run"):

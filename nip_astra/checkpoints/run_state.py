@@ -200,25 +200,30 @@ def check_is_of_run(
     If another version of nip_astra wrote the checkpoint, only the parameters known to both are
     compared. Paths of plug-ins are not compared.
     """
-    metadata, now = manifest["metadata"], described_run(hyper_params)
+    metadata, current = manifest["metadata"], described_run(hyper_params)
     if "parameters" not in metadata:
         raise CheckpointError(
             f"{checkpoint} is from an old nip_astra and lacks generators and parameters. Resume "
             "with the version in environment.json, or start a new run."
         )
-    if metadata["trainer"] != now["trainer"]:
+    if metadata["trainer"] != current["trainer"]:
         raise CheckpointError(
             f"{checkpoint} is a checkpoint of the trainer {metadata['trainer']!r}. Give one of "
-            f"{now['trainer']!r}."
+            f"{current['trainer']!r}."
         )
-    kept = with_new_names(metadata["parameters"], source=str(checkpoint))
-    before, given = dict(flatten(kept)), dict(flatten(now["parameters"]))
-    is_same_version = before.pop("package_version", None) == given.pop("package_version", None)
-    known = before.keys() | given.keys() if is_same_version else before.keys() & given.keys()
+    stored_parameters = with_new_names(metadata["parameters"], source=str(checkpoint))
+    stored_values = dict(flatten(stored_parameters))
+    values = dict(flatten(current["parameters"]))
+    stored_version = stored_values.pop("package_version", None)
+    if stored_version == values.pop("package_version", None):
+        paths = stored_values.keys() | values.keys()
+    else:
+        # A parameter that a version lacks had no effect there.
+        paths = stored_values.keys() & values.keys()
     faults = [
-        f"{path} was {before.get(path)!r} and is {given.get(path)!r}"
-        for path in sorted(known.difference(may_differ, _CODE_PATHS))
-        if before.get(path) != given.get(path)
+        f"{path} was {stored_values.get(path)!r} and is {values.get(path)!r}"
+        for path in sorted(paths.difference(may_differ, _CODE_PATHS))
+        if stored_values.get(path) != values.get(path)
     ]
     if faults:
         raise CheckpointError(

@@ -101,9 +101,14 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the last checkpoint saved as best, or None."""
+        named = self._follow(BEST)
+        if named is not None:
+            return named
         # A process killed in its first save may leave no pointer.
-        marked = (one for one in reversed(self._all()) if _manifest_of(one).get("is_best") is True)
-        return self._follow(BEST) or next(marked, None)
+        for path in reversed(self._all()):
+            if _manifest_of(path).get("is_best") is True:
+                return path
+        return None
 
     def named(self, name: str) -> Path:
         """Verify and return the checkpoint of a name."""
@@ -149,22 +154,24 @@ class CheckpointStore:
         return path, self.verify(path)
 
     def _advice(self, refused: Path | None, pointer: str = LATEST) -> str:
-        for other in reversed(self._all()):
-            if other != refused and not inspect_folder(other)[1]:
+        for path in reversed(self._all()):
+            _, fault = inspect_folder(path)
+            if path != refused and not fault:
                 return (
-                    f"To use {other.name}, the newest valid checkpoint, write its name into "
+                    f"To use {path.name}, the newest valid checkpoint, write its name into "
                     f"{self.directory / pointer}."
                 )
         return "There is no other valid checkpoint; start a new run."
 
     def _all(self) -> list[Path]:
         """Return the checkpoints, oldest first."""
-        found = []
+        numbered_paths = []
         for path in self.directory.glob("step_*"):
             match = _NAME.fullmatch(path.name)
             if match is not None:
-                found.append((int(match[1]), int(match[2] or 1), path))
-        return [path for _, _, path in sorted(found)]
+                step, revision = int(match[1]), int(match[2] or 1)
+                numbered_paths.append((step, revision, path))
+        return [path for _, _, path in sorted(numbered_paths)]
 
     def _unused_name(self, step: int) -> str:
         name, revision = f"step_{step:08d}", 1
@@ -193,10 +200,10 @@ class CheckpointStore:
         sync_folder(self.directory)
 
     def _prune(self) -> None:
-        kept = {path.name for path in self._all()[-self.num_kept :]}
-        kept.update(path.name for path in (self.latest(), self.best()) if path is not None)
+        kept_names = {path.name for path in self._all()[-self.num_kept :]}
+        kept_names.update(path.name for path in (self.latest(), self.best()) if path is not None)
         for path in self._all():
-            if path.name not in kept:
+            if path.name not in kept_names:
                 # Renamed first, so that a partly removed checkpoint does not look corrupt.
                 removed = self.directory / f".tmp-{path.name}"
                 path.rename(removed)

@@ -76,7 +76,8 @@ def unpack_state(packed: bytes) -> Any:
         ) from error
 
 
-def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a value as JSON, with its tensors put into `tensors`; `path` is its dotted name."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
         name = str(len(tensors))
         # A copy: safetensors refuses tensors that share memory.
@@ -84,20 +85,21 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return {_TENSOR: name}
     if isinstance(value, dict):
         items = [
-            (_encode(key, place, tensors), _encode(item, f"{place}.{key}", tensors))
+            (_encode(key, path, tensors), _encode(item, f"{path}.{key}", tensors))
             for key, item in value.items()
         ]
+        # JSON has no other keys than texts, and ours begin with a dollar.
         is_plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(items) if is_plain else {_DICT: items}
     if isinstance(value, list | tuple):
-        encoded = [_encode(item, f"{place}.{i}", tensors) for i, item in enumerate(value)]
+        encoded = [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
         return {_TUPLE: encoded} if isinstance(value, tuple) else encoded
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT: repr(float(value))}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold. Convert it to dense "
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Convert it to dense "
         "tensors, text, numbers, or lists, tuples and dicts of these."
     )
 
@@ -144,9 +146,9 @@ class StageDumps:
         assert self.folder is not None
         if iteration != self._iteration:
             self._iteration, self._count = iteration, 0
-        place = self.folder / f"iteration_{iteration + 1:06d}"
-        place.mkdir(parents=True, exist_ok=True)
-        save_state(place / f"{self._count:03d}-{stage}", dict(values))
+        folder = self.folder / f"iteration_{iteration + 1:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder / f"{self._count:03d}-{stage}", dict(values))
         self._count += 1
 
 
@@ -166,26 +168,24 @@ class Comparison:
     differences: list[Difference]
 
 
-def compare_dumps(one: Path, other: Path, *, tolerance: float = 0.0) -> Comparison:
+def compare_dumps(first: Path, second: Path, *, tolerance: float = 0.0) -> Comparison:
     """Compare the stages of two dump folders or run directories, in order.
 
     `tolerance` of numbers is absolute and relative.
     """
-    folders = [_dumps_folder(one), _dumps_folder(other)]
-    stages = [_stages(folder) for folder in folders]
+    first_folder, second_folder = _dumps_folder(first), _dumps_folder(second)
+    first_stages, second_stages = set(_stages(first_folder)), set(_stages(second_folder))
     differences: list[Difference] = []
-    shared = [name for name in stages[0] if name in set(stages[1])]
-    for name in sorted({*stages[0], *stages[1]}):
-        if name not in shared:
-            where = one if name in stages[0] else other
-            differences.append(Difference(name, "", f"only in {where}"))
+    for stage in sorted(first_stages | second_stages):
+        if stage not in first_stages or stage not in second_stages:
+            run = first if stage in first_stages else second
+            differences.append(Difference(stage, "", f"only in {run}"))
             continue
-        values = [load_state(folder / name) for folder in folders]
-        differences += [
-            Difference(name, field, description)
-            for field, description in _differences(values[0], values[1], "", tolerance)
-        ]
-    return Comparison(len(shared), differences)
+        first_values = load_state(first_folder / stage)
+        second_values = load_state(second_folder / stage)
+        for field, description in _differences(first_values, second_values, "", tolerance):
+            differences.append(Difference(stage, field, description))
+    return Comparison(len(first_stages & second_stages), differences)
 
 
 def _dumps_folder(path: Path) -> Path:
@@ -205,47 +205,57 @@ def _stages(folder: Path) -> list[str]:
     )
 
 
-def _differences(one: Any, other: Any, place: str, tolerance: float) -> Iterator[tuple[str, str]]:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        description = _tensor_difference(one, other, tolerance)
+def _differences(first: Any, second: Any, path: str, tolerance: float) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the description of each difference of two nested values."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        description = _tensor_difference(first, second, tolerance)
         if description:
-            yield place, description
-    elif isinstance(one, dict) and isinstance(other, dict):
-        for name in dict.fromkeys([*one, *other]):
-            path = f"{place}.{name}" if place else str(name)
-            if name not in one or name not in other:
-                yield path, f"only in the {'first' if name in one else 'second'}"
+            yield path, description
+    elif isinstance(first, dict) and isinstance(second, dict):
+        for name in dict.fromkeys([*first, *second]):
+            inner_path = f"{path}.{name}" if path else str(name)
+            if name not in first or name not in second:
+                yield inner_path, f"only in the {'first' if name in first else 'second'}"
             else:
-                yield from _differences(one[name], other[name], path, tolerance)
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if len(one) != len(other):
-            yield place, f"has {len(one)} entries and {len(other)}"
-        for number, pair in enumerate(zip(one, other, strict=False)):
-            yield from _differences(*pair, f"{place}.{number}", tolerance)
-    elif not _is_equal(one, other, tolerance):
-        yield place, f"is {one!r} and {other!r}"
+                yield from _differences(first[name], second[name], inner_path, tolerance)
+    elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        if len(first) != len(second):
+            yield path, f"has {len(first)} entries and {len(second)}"
+        for index, (first_item, second_item) in enumerate(zip(first, second, strict=False)):
+            yield from _differences(first_item, second_item, f"{path}.{index}", tolerance)
+    elif not _is_equal(first, second, tolerance):
+        yield path, f"is {first!r} and {second!r}"
 
 
-def _is_equal(one: Any, other: Any, tolerance: float) -> bool:
-    if isinstance(one, float) and isinstance(other, int | float):
-        a, b = torch.tensor([one, other], dtype=torch.float64)
-        return bool(torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True))
-    return type(one) is type(other) and one == other
+def _is_equal(first: Any, second: Any, tolerance: float) -> bool:
+    if isinstance(first, float) and isinstance(second, int | float):
+        numbers = torch.tensor([first, second], dtype=torch.float64)
+        is_close = torch.isclose(
+            numbers[0], numbers[1], rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+        return bool(is_close)
+    return type(first) is type(second) and first == second
 
 
-def _tensor_difference(one: Tensor, other: Tensor, tolerance: float) -> str | None:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        kinds = [f"{list(x.shape)} of {str(x.dtype).removeprefix('torch.')}" for x in (one, other)]
+def _tensor_difference(first: Tensor, second: Tensor, tolerance: float) -> str | None:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        kinds = [
+            f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+            for tensor in (first, second)
+        ]
         return f"is {kinds[0]} and {kinds[1]}"
-    a, b = one.double(), other.double()
-    is_different = ~torch.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    first_double, second_double = first.double(), second.double()
+    is_different = ~torch.isclose(
+        first_double, second_double, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
     if not is_different.any():
         return None
-    first = is_different.nonzero()[0].tolist()
-    pair = [x[tuple(first)].item() for x in (one, other)]
-    gap = (a - b)[is_different].abs().nan_to_num(nan=torch.inf).max().item()
+    # A NaN on one side is an infinite difference.
+    gaps = (first_double - second_double)[is_different].abs().nan_to_num(nan=torch.inf)
+    index = is_different.nonzero()[0].tolist()
+    first_value, second_value = first[tuple(index)].item(), second[tuple(index)].item()
     count = int(is_different.sum())
     return (
-        f"differs at {count} of {one.numel()} elements by up to {gap:.3g}, first at {first}: "
-        f"{pair[0]!r} and {pair[1]!r}"
+        f"differs at {count} of {first.numel()} elements by up to {gaps.max().item():.3g}, first "
+        f"at {index}: {first_value!r} and {second_value!r}"
     )

@@ -278,7 +278,8 @@ def score(
         evaluation = family.score(path, request, settings, open_bar)
     from nip_astra.report.page import write_report
 
-    write_report([evaluation.run])
+    if (evaluation.run / HYPER_PARAMETERS).is_file():
+        write_report([evaluation.run])
     return evaluation
 
 
@@ -321,8 +322,8 @@ def compare(
         own = [one.label for one in evaluations]
         _require_one_family(own, [one.family for one in evaluations])
         labels = comparison.distinct_labels(own)
-        contenders = list(map(family.contender, evaluations, labels))
-        found = comparison.compare(contenders[0], contenders[1:], unit=family.unit)
+        first_run, *other_runs = map(family.compared_run, evaluations, labels)
+        found = comparison.compare(first_run, other_runs, unit=family.unit)
     return Comparison(**found, evaluations=dict(zip(labels, evaluations, strict=True)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -79,7 +79,7 @@ class Metric(NamedTuple):
 
 
 Measure: TypeAlias = Callable[[Any], float | None]
-METRICS: Registry[Measure] = Registry("metric", package="nip_astra.evaluation")
+METRICS: Registry[Measure] = Registry("metric")
 """Further metrics. Each returns a number for a unit, or None.
 
 A unit is a conversation's rows, an episode's row, or a problem's means. The range of the numbers
@@ -134,7 +134,7 @@ def metric_of(
 
 
 @dataclass(frozen=True)
-class Contender:
+class ComparedRun:
     """An evaluation to compare.
 
     Attributes
@@ -145,6 +145,9 @@ class Contender:
         Content of `evaluation.json`; may be empty.
     conditions : Mapping
         Values that should be equal, by name; None if unknown.
+    attacks : Sequence
+        The attack of each unit, if a list of attacks was played; else empty. Two lists are paired
+        by attack, since the n-th attack of one has nothing to do with that of the other.
     """
 
     label: str
@@ -153,10 +156,11 @@ class Contender:
     metrics: Mapping[str, Metric]
     figures: Mapping[str, Any] = field(default_factory=dict)
     conditions: Mapping[str, Any] = field(default_factory=dict)
+    attacks: Sequence[Hashable] = ()
 
 
 def compare(
-    first: Contender, others: Sequence[Contender], *, unit: str = "opening prompts"
+    first: ComparedRun, others: Sequence[ComparedRun], *, unit: str = "opening prompts"
 ) -> dict[str, Any]:
     """Compare each other evaluation with the first, metric by metric.
 
@@ -169,6 +173,9 @@ def compare(
     DataError
         When two evaluations share no unit.
     """
+    if all(compared_run.attacks for compared_run in (first, *others)):
+        unit = "attacks"
+        first, *others = (replace(run, keys=run.attacks) for run in (first, *others))
     found: dict[str, Any] = {"baseline": first.label, "comparisons": {}, "warnings": []}
     tests: list[dict[str, Any]] = []
     further = {name: metric_of(METRICS.get(name), "observed") for name in METRICS.names()}
@@ -211,22 +218,22 @@ def _measured(name: str, metric: Metric, pairs: Sequence[Pair]) -> Paired:
         ) from error
 
 
-def pair_up(first: Contender, second: Contender) -> list[Pair]:
+def pair_up(first: ComparedRun, second: ComparedRun) -> list[Pair]:
     """Pair units of equal keys, the n-th with the n-th, in the order of the first."""
     partners = dict(_numbered(second))
     return [(key[0], unit, partners[key]) for key, unit in _numbered(first) if key in partners]
 
 
-def _numbered(contender: Contender) -> Iterator[tuple[tuple[Hashable, int], Any]]:
+def _numbered(compared_run: ComparedRun) -> Iterator[tuple[tuple[Hashable, int], Any]]:
     counts: Counter[Hashable] = Counter()
-    for key, unit in zip(contender.keys, contender.units, strict=True):
+    for key, unit in zip(compared_run.keys, compared_run.units, strict=True):
         yield (key, counts[key]), unit
         counts[key] += 1
 
 
 def _left_out(
-    first: Contender,
-    other: Contender,
+    first: ComparedRun,
+    other: ComparedRun,
     metrics: Mapping[str, Mapping[str, Any] | None],
     unit: str,
     num_pairs: int,
@@ -255,7 +262,7 @@ def _left_out(
     return found
 
 
-def _other_conditions(first: Contender, other: Contender) -> list[str]:
+def _other_conditions(first: ComparedRun, other: ComparedRun) -> list[str]:
     """Return warnings about different conditions."""
     ours, theirs = {}, {}
     for name in first.conditions.keys() & other.conditions.keys():

@@ -88,13 +88,7 @@ class Material:
 
 Writer = Callable[[Material, Path], list[Path]]
 
-_FORMATS = ("csv", "hitlog", "inspect", "jsonl", "parquet", "tensorboard")
-EXPORT_FORMATS: Registry[Writer] = Registry(
-    "export_format",
-    package="nip_astra.evaluation",
-    members=_FORMATS,
-    modules=dict.fromkeys(_FORMATS, "exports"),
-)
+EXPORT_FORMATS: Registry[Writer] = Registry("export_format")
 """Writers of export formats. Each takes material and a folder, and returns the written files."""
 
 register_export_format = EXPORT_FORMATS.register

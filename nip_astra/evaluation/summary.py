@@ -100,6 +100,7 @@ def summarise(
     scorers: Sequence[str] = (),
     qualities: Mapping[str, Quality] | None = None,
     why_not_weighed: str | None = None,
+    num_listed_attacks: int | None = None,
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return all figures of an evaluation; null if the rows do not determine them.
@@ -114,6 +115,9 @@ def summarise(
         By scorer, how its verdicts agree with labels.
     why_not_weighed : str, optional
         Why importance weights would not be exact.
+    num_listed_attacks : int, optional
+        The number of attacks of a list, which episodes repeat in order. In the diversity a
+        successful attack counts once: that it is played again says nothing about the attacker.
     parts : Sequence[Mapping]
         Costs of the parts of the work.
     """
@@ -128,7 +132,10 @@ def summarise(
         for episode in episodes
         for row in episode
     )
-    probes = [str(row["probe"]) for row in failing_turns(episodes)]
+    failing = failing_turns(episodes)
+    if num_listed_attacks is not None:
+        failing = [*{int(row["episode"]) % num_listed_attacks: row for row in failing}.values()]
+    probes = [str(row["probe"]) for row in failing]
     fluency = _fluency(episodes, probability_episodes)
     groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
     clusters, num_prompts = groups["clusters"], len(set(prompt_numbers(episodes)))

@@ -213,7 +213,7 @@ def matrix_tables(evaluations: Sequence[Mapping[str, Any]]) -> list[RenderableTy
 
 
 def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
-    """Return one line per metric and contender, and the warnings."""
+    """Return one line per metric and compared run, and the warnings."""
     headings = ("baseline", "this one", "difference", "p", "p (Holm)", "pairs", "detectable")
     rows = []
     for label, metrics in comparison["comparisons"].items():

@@ -30,7 +30,6 @@ from nip_astra.language_models.sequences import (
 )
 from nip_astra.language_models.structured import Grammars
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
-from nip_astra.parameters.types import LanguageModelType
 from nip_astra.utils.seeding import uniform_rows
 
 
@@ -581,9 +580,7 @@ def _ability_error(
     )
 
 
-LANGUAGE_MODELS: ComponentRegistry[type[TokenModel]] = ComponentRegistry(
-    "language_model", package="nip_astra.language_models", members=LanguageModelType
-)
+LANGUAGE_MODELS: ComponentRegistry[type[TokenModel]] = ComponentRegistry("language_model")
 
 
 def register_language_model(name: str) -> Callable[[type[TokenModel]], type[TokenModel]]:

@@ -62,22 +62,7 @@ class CallForm(ABC):
         """
 
 
-_BUILT_IN = (
-    "action",
-    "argument_tags",
-    "bare_keys",
-    "function_tags",
-    "json",
-    "named_json",
-    "python_calls",
-    "tool_call_list",
-)
-CALL_FORMS: Registry[CallForm] = Registry(
-    "call_form",
-    package="nip_astra.language_models",
-    members=_BUILT_IN,
-    modules=dict.fromkeys(_BUILT_IN, "call_forms"),
-)
+CALL_FORMS: Registry[CallForm] = Registry("call_form")
 """Forms of calls between marks in a message, by name."""
 
 

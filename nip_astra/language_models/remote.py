@@ -130,7 +130,11 @@ class RemoteLanguageModel(LanguageModel):
 def _read_context_window(folder_or_id: str) -> int:
     from transformers import AutoConfig
 
+    folder = Path(folder_or_id)
     try:
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            # transformers 5.0 would guess an architecture from the words of the path.
+            raise FileNotFoundError(folder / "config.json")
         config = AutoConfig.from_pretrained(folder_or_id).get_text_config()
         return int(config.max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:

@@ -162,6 +162,9 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 def decode_all(tokenizer: Any, rows: Sequence[list[int]]) -> list[str]:
     """Return the texts of token rows, without special tokens."""
+    if not rows:
+        # transformers 5.0 decodes an empty batch to one empty text.
+        return []
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decode_module = type(tokenizer)._decode.__module__
     has_own_decode = not decode_module.startswith("transformers.tokenization_utils")

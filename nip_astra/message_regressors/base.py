@@ -159,10 +159,13 @@ class MlpMessageRegressor(MessageRegressor):
         self._net.load_state_dict(state)
 
     def _built(self, num_features: int, generator: torch.Generator) -> nn.Sequential:
-        chosen = self.parameters
+        parameters = self.parameters
+        widths = [num_features, *[parameters.d_hidden] * parameters.num_layers, 1]
         layers: list[nn.Module] = []
-        for d_in, d_out in pairwise([num_features, *[chosen.d_hidden] * chosen.num_layers, 1]):
-            layers += [_linear(d_in, d_out, generator), ACTIVATIONS[chosen.activation]()]
+        for d_in, d_out in pairwise(widths):
+            layers.append(_linear(d_in, d_out, generator))
+            layers.append(ACTIVATIONS[parameters.activation]())
+        # The output has no activation: it is a logit.
         return nn.Sequential(*layers[:-1])
 
     def fit_and_judge(
@@ -172,14 +175,14 @@ class MlpMessageRegressor(MessageRegressor):
         judged_MD: Tensor,
         generator: torch.Generator,
     ) -> Tensor:
-        chosen = self.parameters
+        parameters = self.parameters
         if self._net is None:
             self._net = self._built(features_ND.shape[1], generator)
         net = self._net
-        optimizer = torch.optim.Adam(net.parameters(), lr=chosen.lr)
-        for _ in range(chosen.num_epochs):
+        optimizer = torch.optim.Adam(net.parameters(), lr=parameters.lr)
+        for _ in range(parameters.num_epochs):
             order_N = torch.randperm(len(labels_N), generator=generator)
-            for rows in torch.split(order_N, chosen.minibatch_size):
+            for rows in torch.split(order_N, parameters.minibatch_size):
                 logits = net(features_ND[rows]).squeeze(-1)
                 optimizer.zero_grad()
                 loss = binary_cross_entropy_with_logits(logits, labels_N[rows])

@@ -18,7 +18,6 @@ from nip_astra.parameters.parameters_base import (
     SubParameters,
     polymorphic,
 )
-from nip_astra.parameters.types import MessageRegressorType
 
 LossCriticType = Literal["l1", "l2", "smooth_l1"]
 """Distances between values and targets."""
@@ -235,12 +234,7 @@ class BaseRunParameters(SubParameters):
         return self
 
 
-MESSAGE_REGRESSORS: ComponentRegistry[Any] = ComponentRegistry(
-    "message_regressor",
-    package="nip_astra.message_regressors",
-    members=MessageRegressorType,
-    modules=dict.fromkeys(MessageRegressorType, "base"),
-)
+MESSAGE_REGRESSORS: ComponentRegistry[Any] = ComponentRegistry("message_regressor")
 """Regressor types; `nip_astra.message_regressors.base` has the decorator."""
 
 

@@ -17,24 +17,9 @@ from nip_astra.parameters.parameters_base import (
 from nip_astra.registry import Registry
 from nip_astra.tracking.figure_names import current_figure_name
 
-_OPTIMIZERS = (
-    *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw"),
-    *("asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"),
-)
-OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
-    "optimizer",
-    package="nip_astra.trainers",
-    members=_OPTIMIZERS,
-    modules=dict.fromkeys(_OPTIMIZERS, "optimization"),
-)
+OPTIMIZERS: Registry[Callable[..., Any]] = Registry("optimizer")
 """Optimizers by name; see `nip_astra.trainers.optimization.register_optimizer`."""
-_SCHEDULES = ("constant", "cosine", "linear")
-SCHEDULES: Registry[Callable[[float], float]] = Registry(
-    "schedule",
-    package="nip_astra.trainers",
-    members=_SCHEDULES,
-    modules=dict.fromkeys(_SCHEDULES, "optimization"),
-)
+SCHEDULES: Registry[Callable[[float], float]] = Registry("schedule")
 """Schedules of the learning rate; see `nip_astra.trainers.optimization.register_schedule`."""
 
 

@@ -7,17 +7,11 @@ from collections.abc import Callable
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
 from nip_astra.registry import Registry
 
-PROTOCOL_HANDLERS: Registry[type[ProtocolHandler]] = Registry(
-    "protocol_handler",
-    package="nip_astra.protocols",
-    members=InteractionProtocolType,
-    modules=dict.fromkeys(InteractionProtocolType, "library"),
-)
+PROTOCOL_HANDLERS: Registry[type[ProtocolHandler]] = Registry("protocol_handler")
 
 
 def register_protocol_handler(

@@ -22,7 +22,6 @@ from torch import Tensor
 from nip_astra.deadlines import within_deadline
 from nip_astra.errors import RewardTermError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
-from nip_astra.parameters.types import RewardTermType
 from nip_astra.scorers.base import Scorer
 
 
@@ -137,17 +136,7 @@ class RewardTerm(ABC):
         return self.parameters.type_name or type(self).__name__
 
 
-REWARD_TERMS: ComponentRegistry[type[RewardTerm]] = ComponentRegistry(
-    "reward_term",
-    package="nip_astra.reward_terms",
-    members=RewardTermType,
-    modules={
-        **dict.fromkeys(RewardTermType, "novelty"),
-        RewardTermType.ENTROPY_BONUS: "probe_terms",
-        RewardTermType.GIBBERISH_PENALTY: "probe_terms",
-        RewardTermType.SCORER_TERM: "probe_terms",
-    },
-)
+REWARD_TERMS: ComponentRegistry[type[RewardTerm]] = ComponentRegistry("reward_term")
 
 
 def register_reward_term(name: str) -> Callable[[type[RewardTerm]], type[RewardTerm]]:
@@ -163,11 +152,12 @@ def build_reward_terms(
     A term is named after its kind; the second of a kind is `<kind>_2`, and so on.
     """
     terms: dict[str, RewardTerm] = {}
-    for one in parameters:
-        name, number = one.type_name, 1
+    for term_parameters in parameters:
+        kind = term_parameters.type_name
+        name, number = kind, 1
         while name in terms:
             number += 1
-            name = f"{one.type_name}_{number}"
-        cls = REWARD_TERMS.get(one.type_name)
-        terms[name] = cls(one, device=device, scenario_dir=scenario_dir)
+            name = f"{kind}_{number}"
+        term_class = REWARD_TERMS.get(kind)
+        terms[name] = term_class(term_parameters, device=device, scenario_dir=scenario_dir)
     return terms

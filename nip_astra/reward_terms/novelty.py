@@ -104,8 +104,8 @@ class EmbeddedTerm(RewardTerm):
     Its `Parameters` are `NoveltyParameters` with an `embedder`.
     """
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._embedder = build_embedder(
             parameters.embedder, device=self.device, scenario_dir=self.scenario_dir
         )
@@ -128,9 +128,9 @@ class EmbeddedTerm(RewardTerm):
         return self._latest[1]
 
     def observe(self, nodes: RatedProbes) -> None:
-        kept = self.parameters.remembered(nodes)
-        vectors_HX = torch.cat([self._vectors_HX, self._embedded(nodes.probes)[kept]])
-        stored = [nodes.probes[node] for node in kept]
+        remembered_nodes = self.parameters.remembered(nodes)
+        vectors_HX = torch.cat([self._vectors_HX, self._embedded(nodes.probes)[remembered_nodes]])
+        stored = [nodes.probes[node] for node in remembered_nodes]
         row_of: dict[str, int] = {}
         for row, probe in enumerate([*self._history.probes, *stored]):
             row_of.setdefault(probe, row)
@@ -199,8 +199,8 @@ class SelfBleuNovelty(RewardTerm):
         """Orders n of the averaged BLEU-n. Larger detects only long copies; 1 compares single
         words."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._history = ProbeHistory(parameters.max_history)
         self._references = BleuReferences(max_order=max(parameters.orders))
 
@@ -209,8 +209,8 @@ class SelfBleuNovelty(RewardTerm):
         return novelty_N.masked_fill(nodes.is_empty, 0.0)
 
     def observe(self, nodes: RatedProbes) -> None:
-        kept = self.parameters.remembered(nodes)
-        change = self._history.remember([nodes.probes[node] for node in kept])
+        remembered_nodes = self.parameters.remembered(nodes)
+        change = self._history.remember([nodes.probes[node] for node in remembered_nodes])
         self._references.add(change.added)
         self._references.remove(change.forgotten)
 
@@ -301,8 +301,8 @@ class FailureSharing(RewardTerm):
     class Parameters(FailureParameters):
         """Similarity of failures."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._embedder = build_embedder(
             parameters.embedder, device=self.device, scenario_dir=self.scenario_dir
         )
@@ -311,10 +311,10 @@ class FailureSharing(RewardTerm):
         is_failure_N = (nodes.response_score_N >= self.parameters.min_score) & ~nodes.is_empty
         vectors_NX = self._embedder.compute(nodes.probes)
         failures_FX = vectors_NX[is_failure_N]
-        least = self.parameters.similarity - TOLERANCE
+        min_cosine = self.parameters.similarity - TOLERANCE
         num_similar_N = torch.cat(
             [
-                (vectors_PX @ failures_FX.T >= least).sum(dim=1)
+                (vectors_PX @ failures_FX.T >= min_cosine).sum(dim=1)
                 for vectors_PX in torch.split(vectors_NX, PART_SIZE)
             ]
         )
@@ -351,8 +351,8 @@ class WordRarity(RewardTerm):
         """Consecutive words counted as one n-gram. Larger makes more probes rare, because most of
         their n-grams are new; a probe of fewer words has rarity 0."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._num_probes = 0
         self._counts = KeyCounts()
 

@@ -77,8 +77,8 @@ class ScorerTerm(RewardTerm):
         scorer: ScorerParameters  # type: ignore[valid-type]
         """Scorer of the probes; it may differ from the scorer of responses."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._scorer = build_scorer(
             parameters.scorer, device=self.device, scenario_dir=self.scenario_dir
         )

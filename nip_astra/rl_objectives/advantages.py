@@ -90,7 +90,7 @@ def codes_of(ids: Sequence[Hashable] | Tensor) -> Tensor:
     """Number ids in order of first appearance, int64 `[N]`; each None is a unique one."""
     numbers: dict[Hashable, int] = {}
     plain = ids.tolist() if isinstance(ids, Tensor) else ids
-    keys = [object() if one is None else one for one in plain]
+    keys = [object() if key is None else key for key in plain]
     return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
@@ -180,8 +180,9 @@ def group_advantages(
         advantages_N = advantages_N / (std_P[group_N] + std_epsilon)
     elif scale == "batch":
         differences_R = masked_fill_zero(mean_R - masked_mean(mean_R, is_run_R), is_run_R)
-        others = (is_run_R.sum() - 1).clamp(min=1)
-        advantages_N = advantages_N / ((differences_R.square().sum() / others).sqrt() + std_epsilon)
+        degrees_of_freedom = (is_run_R.sum() - 1).clamp(min=1)
+        std = (differences_R.square().sum() / degrees_of_freedom).sqrt()
+        advantages_N = advantages_N / (std + std_epsilon)
     is_informative_N = is_known_N & ~is_flat_P[group_N]
     return GroupAdvantages(
         masked_fill_zero(advantages_N, is_informative_N),
@@ -244,12 +245,12 @@ def _are_flat(runs: _Runs) -> Tensor:
 
 
 def _check_choices(baseline: str, scale: str) -> None:
-    for name, value, known in (
+    for name, value, choices in (
         ("scale", scale, ("group", "batch", "none")),
         ("baseline", baseline, ("mean", "leave_one_out", "none")),
     ):
-        if value not in known:
-            raise ConfigurationError(f"unknown {name} {value!r}. Known: {', '.join(known)}.")
+        if value not in choices:
+            raise ConfigurationError(f"unknown {name} {value!r}. Known: {', '.join(choices)}.")
     if baseline == "none" and scale != "none":
         raise ConfigurationError(
             f"the baseline 'none' cannot be divided by the deviation of the {scale}: equal rewards "
@@ -279,24 +280,25 @@ def compute_advantages(
     """
     # Options of the same name in a plug-in's function may mean something else.
     common = {n: value for n, value in common.items() if value is not None and name == "group"}
-    function, chosen = with_options(ADVANTAGES, name, {**common, **(options or {})})
-    found = function(rewards_N.detach(), group_N, run_N, **chosen)
-    if isinstance(found, GroupAdvantages):
-        return found
-    if not isinstance(found, Tensor) or found.shape != rewards_N.shape:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    function, all_options = with_options(ADVANTAGES, name, {**common, **(options or {})})
+    advantages = function(rewards_N.detach(), group_N, run_N, **all_options)
+    if isinstance(advantages, GroupAdvantages):
+        return advantages
+    if not isinstance(advantages, Tensor) or advantages.shape != rewards_N.shape:
+        is_tensor = isinstance(advantages, Tensor)
+        shape = list(advantages.shape) if is_tensor else type(advantages).__name__
         raise ConfigurationError(
             f"the advantage {name!r} returned {shape}. Return a tensor {list(rewards_N.shape)}."
         )
     is_known_N = ~rewards_N.isnan()
-    if not found[is_known_N].isfinite().all():
+    if not advantages[is_known_N].isfinite().all():
         raise ConfigurationError(
             f"the advantage {name!r} returned NaN or infinity for a sample with a reward. Return "
             "finite numbers."
         )
     groups = group_advantages(rewards_N, group_N, run_N)
     return GroupAdvantages(
-        masked_fill_zero(found.detach(), is_known_N),
+        masked_fill_zero(advantages.detach(), is_known_N),
         is_known_N,
         groups.is_zero_variance_P,
         groups.std_P,
@@ -515,8 +517,8 @@ def whiten(
         differences = masked_fill_zero(values - masked_mean(values, mask), mask)
         num_others = (mask.sum() - 1).clamp(min=1)
     std = (differences.square().sum() / num_others).sqrt()
-    known = values if mask is None else masked_fill_zero(values, mask)
-    largest = known.abs().max() if values.numel() else std
+    counted = values if mask is None else masked_fill_zero(values, mask)
+    largest = counted.abs().max() if values.numel() else std
     # Below this, differences are the rounding of the mean.
     is_flat = std <= largest * torch.finfo(values.dtype).eps * 8
     return torch.where(

@@ -108,8 +108,14 @@ class IppoObjective(_PolicyGradientObjective):
         advantages_B = view.of_agent("advantage").to(logprobs_B.dtype)
         if self.ppo.normalize_advantage:
             advantages_B = whiten_advantages(advantages_B, view.is_acting_B)
-        columns = (one.unsqueeze(1) for one in (logprobs_B, old_B, advantages_B, is_acting_B))
-        policy_loss = view.mean(self.loss.of_tokens(*columns).squeeze(1))
+        # A frame is a row with one token.
+        losses_B1 = self.loss.of_tokens(
+            logprobs_B.unsqueeze(1),
+            old_B.unsqueeze(1),
+            advantages_B.unsqueeze(1),
+            is_acting_B.unsqueeze(1),
+        )
+        policy_loss = view.mean(losses_B1.squeeze(1))
         if self.ppo.loss_type == "kl_penalty":
             policy_loss = policy_loss + self.beta[view.number] * view.mean(old_B - logprobs_B)
         losses = {

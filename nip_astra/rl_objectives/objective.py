@@ -50,12 +50,13 @@ class FrameRows(Mapping[Any, Tensor]):
         self._taken: dict[Any, Tensor] = {}
 
     def __getitem__(self, key: Any) -> Tensor:
-        found = self._taken.get(key)
-        if found is None:
-            whole, rows = self._frames[key], self._rows
-            found = whole[rows] if isinstance(rows, slice) else whole.index_select(0, rows)
-            self._taken[key] = found
-        return found
+        selected = self._taken.get(key)
+        if selected is None:
+            frames, rows = self._frames[key], self._rows
+            # A slice is a view; an index copies.
+            selected = frames[rows] if isinstance(rows, slice) else frames.index_select(0, rows)
+            self._taken[key] = selected
+        return selected
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._frames)
@@ -179,8 +180,10 @@ class Objective(LossModule):
 
     def __init__(self, agents: AgentModules) -> None:
         super().__init__()
-        methods = ("agent_losses", "compute_gradients")
-        has_losses = any(_definer(type(self), one) is not Objective for one in methods)
+        has_losses = any(
+            _definer(type(self), method) is not Objective
+            for method in ("agent_losses", "compute_gradients")
+        )
         if not self.has_own_forward() and not has_losses:
             raise ConfigurationError(
                 f"the objective {type(self).__name__} has no losses. Define agent_losses(name, "
@@ -381,11 +384,11 @@ class Objective(LossModule):
         CheckpointError
             When it is the state of another objective.
         """
-        own = self.own_state().keys()
-        if state.keys() != own:
+        names = self.own_state().keys()
+        if state.keys() != names:
             raise CheckpointError(
                 f"the checkpoint holds {sorted(state) or 'nothing'} for {type(self).__name__}, "
-                f"which needs {sorted(own) or 'nothing'}. Resume with the trainer that wrote it."
+                f"which needs {sorted(names) or 'nothing'}. Resume with the trainer that wrote it."
             )
         self.load_state_dict(state, strict=False)
 

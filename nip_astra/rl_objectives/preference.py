@@ -142,8 +142,8 @@ def pair_loss(
     elif kind == "apo_down":
         losses_B = torch.sigmoid(beta * chosen_B) + torch.sigmoid(-margins_B)
     else:
-        known = "nca, sppo, apo_zero, apo_down"
-        raise ConfigurationError(f"unknown loss of pairs {kind!r}. Known: {known}.")
+        kinds = "nca, sppo, apo_zero, apo_down"
+        raise ConfigurationError(f"unknown loss of pairs {kind!r}. Known: {kinds}.")
     return LossOutput(mean_over_rows(losses_B), _metrics(margins_B))
 
 

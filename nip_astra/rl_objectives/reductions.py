@@ -162,5 +162,5 @@ def _kind(value: Any) -> str:
     return f"{str(value)[:60]!r} ({type(value).__name__})"
 
 
-def _wrong(owner: str, fault: str, wanted: str) -> ConfigurationError:
-    return ConfigurationError(f"loss of the trainer {owner} {fault}. It must return {wanted}.")
+def _wrong(owner: str, fault: str, expected: str) -> ConfigurationError:
+    return ConfigurationError(f"loss of the trainer {owner} {fault}. It must return {expected}.")

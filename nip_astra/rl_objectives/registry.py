@@ -15,22 +15,8 @@ from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.parameters_base import RegisteredName
 from nip_astra.registry import Registry
 
-_PACKAGE = "nip_astra.rl_objectives"
-
-_LOSSES = (
-    *("ppo", "importance_sampling", "cispo", "gspo", "luspo", "vespo", "rloo", "sapo", "dro"),
-    *("reinforce", "cross_entropy"),
-)
-
-POLICY_LOSSES: Registry[Callable[..., Tensor]] = Registry(
-    "policy_loss",
-    package=_PACKAGE,
-    members=_LOSSES,
-    modules=dict.fromkeys(_LOSSES, "policy_losses"),
-)
-ADVANTAGES: Registry[Callable[..., Any]] = Registry(
-    "advantage", package=_PACKAGE, members=("group",), modules={"group": "advantages"}
-)
+POLICY_LOSSES: Registry[Callable[..., Tensor]] = Registry("policy_loss")
+ADVANTAGES: Registry[Callable[..., Any]] = Registry("advantage")
 
 OLD_LOSS_NAMES = {"clipped": "ppo"}
 """Names of policy losses in earlier versions."""

@@ -108,7 +108,7 @@ class SpgObjective(Objective):
         self.groups = tuple(tuple(agents.number(name) for name in group) for group in groups)
         self.rule = rule
         self.step_sizes = step_sizes
-        self._policy_weights = {name: list(own) for name, own in policy_parameters.items()}
+        self._policy_weights = {name: list(weights) for name, weights in policy_parameters.items()}
         self._key = key
         # A buffer, so that a checkpoint has it and a resumed run draws the same.
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))
@@ -139,12 +139,15 @@ class SpgObjective(Objective):
                 losses[number] = sum_of_losses(
                     (key, entries[name][key]) for key in _OF_POLICY if key in entries[name]
                 )
-            own = [self._policy_weights.get(n, []) if n in names else [] for n in agents.names]
+            # An agent that does not learn now has no weights to differentiate by.
+            weights_by_agent = [
+                self._policy_weights.get(name, []) if name in names else [] for name in agents.names
+            ]
             self.num_updates += 1
             seed = derive_seed(*self._key, int(self.num_updates))
             updates = agent_updates(
                 losses,
-                own,
+                weights_by_agent,
                 rule=self.rule,
                 step_sizes=self.step_sizes(),
                 groups=self.groups,
@@ -153,7 +156,7 @@ class SpgObjective(Objective):
             if entries:
                 values = [losses_of["loss_value"] for losses_of in entries.values()]
                 torch.autograd.backward(torch.stack(values).sum())
-        for parameters, update in zip(own, updates, strict=True):
+        for parameters, update in zip(weights_by_agent, updates, strict=True):
             for parameter, direction in zip(parameters, update.update, strict=True):
                 value_grad = parameter.grad
                 parameter.grad = direction if value_grad is None else value_grad + direction
@@ -187,14 +190,17 @@ class SpgObjective(Objective):
         for name, view in evaluations.views.items():
             number = self.agents.number(name)
             logprobs_B[number] = _on_all_frames(view, is_acting_BA[:, number])
-        given = (torch.stack(logprobs_B, dim=1), advantages_BA, is_acting_BA)
+        logprobs_BA = torch.stack(logprobs_B, dim=1)
         episode_B, round_B = frames[EPISODE_KEY], frames["round"]
         if not VARIANTS[self.rule.variant].is_clipped:
-            return shaping_losses(*given, episode_B=episode_B, round_B=round_B)
+            return shaping_losses(
+                logprobs_BA, advantages_BA, is_acting_BA, episode_B=episode_B, round_B=round_B
+            )
         return clipped_shaping_losses(
-            given[0],
+            logprobs_BA,
             old_BA,
-            *given[1:],
+            advantages_BA,
+            is_acting_BA,
             clip_low=self.ppo.clip_low,
             clip_high=self.ppo.clip_high,
             episode_B=episode_B,

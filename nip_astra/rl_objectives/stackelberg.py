@@ -235,7 +235,7 @@ def agent_updates(
             f"the groups {[list(group) for group in groups]} must hold each of the agents 0 to "
             f"{len(losses) - 1} once."
         )
-    tensors = [id(tensor) for own in parameters for tensor in own]
+    tensors = [id(tensor) for agent_tensors in parameters for tensor in agent_tensors]
     if len(set(tensors)) != len(tensors):
         raise ConfigurationError(
             "a tensor is a parameter of two agents. Give each agent weights of its own."
@@ -258,8 +258,8 @@ def agent_updates(
                 inverse = rule.inverse_of(jacobian.transposed(), generator)
             response = _Response(theirs, direction_Q, torch.cat(sizes).detach(), inverse)
         for agent in groups[depth]:
-            own = parameters[agent]
-            xi_P, chi_P, h_P = _terms(losses[agent], own, response, rule, depth)
+            weights = parameters[agent]
+            xi_P, chi_P, h_P = _terms(losses[agent], weights, response, rule, depth)
             update_P, share = xi_P - h_P, xi_P.new_ones(())
             if VARIANTS[rule.variant].is_stable:
                 update_P, share = compute_sos_update(
@@ -270,25 +270,25 @@ def agent_updates(
             else:
                 update_P = update_P - chi_P
             directions[agent] = update_P
-            update = unflatten(update_P.detach(), own)
+            update = unflatten(update_P.detach(), weights)
             updates[agent] = AgentUpdate(update, xi_P.detach(), chi_P.detach(), h_P.detach(), share)
     return tuple(updates[agent] for agent in range(len(losses)))
 
 
 def _terms(
     loss: Tensor,
-    own: Sequence[Tensor],
+    weights: Sequence[Tensor],
     response: _Response | None,
     rule: SpgParameters,
     depth: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return an agent's `xi`, `chi` and `h`, with graphs if `depth` levels of leaders need them."""
     is_again = depth > 0
-    if response is None or not own:
-        gradient_P = gradient(loss, own, create_graph=is_again)
+    if response is None or not weights:
+        gradient_P = gradient(loss, weights, create_graph=is_again)
         return gradient_P, torch.zeros_like(gradient_P), torch.zeros_like(gradient_P)
     joint = gradient(
-        loss, [*own, *response.parameters], create_graph=is_again or rule.has_lookahead
+        loss, [*weights, *response.parameters], create_graph=is_again or rule.has_lookahead
     )
     num_followers = response.direction_Q.numel()
     gradient_P, by_followers_Q = torch.split(joint, [joint.numel() - num_followers, num_followers])
@@ -298,11 +298,11 @@ def _terms(
         multiplier_Q = _rest_multiplier(
             by_followers_Q, response, response.inverse, rule.ihvp_rho, depth
         )
-    shaping_P = vector_jacobian(response.direction_Q, own, multiplier_Q, create_graph=is_again)
+    shaping_P = vector_jacobian(response.direction_Q, weights, multiplier_Q, create_graph=is_again)
     lookahead_P = torch.zeros_like(shaping_P)
     if rule.has_lookahead:
         step_Q = response.step_sizes_Q * response.direction_Q
-        lookahead_P = vector_jacobian(by_followers_Q, own, step_Q, create_graph=is_again)
+        lookahead_P = vector_jacobian(by_followers_Q, weights, step_Q, create_graph=is_again)
     return gradient_P, shaping_P, lookahead_P
 
 

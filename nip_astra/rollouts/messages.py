@@ -102,26 +102,27 @@ class Turn:
 
     def to_plain(self) -> list[Any]:
         """Return role and text, and what else a reader of the message sees, as JSON values."""
-        more: dict[str, Any] = {}
+        extras: dict[str, Any] = {}
         if self.reasoning is not None:
-            more["reasoning"] = self.reasoning
+            extras["reasoning"] = self.reasoning
         if self.calls:
-            more["calls"] = plain_calls(self.calls)
+            extras["calls"] = plain_calls(self.calls)
         if self.is_missing:
-            more["is_missing"] = True
-        return [self.role, self.text, *([more] if more else [])]
+            extras["is_missing"] = True
+        # Most messages are a role and a text, as they were in files of earlier versions.
+        return [self.role, self.text, extras] if extras else [self.role, self.text]
 
     @classmethod
     def from_plain(cls, plain: Sequence[Any]) -> Turn:
         """Return the turn of `to_plain`."""
         role, text, *rest = plain
-        more: Mapping[str, Any] = rest[0] if rest else {}
+        extras: Mapping[str, Any] = rest[0] if rest else {}
         return cls(
             role,
             text,
-            more.get("reasoning"),
-            calls_of_plain(more.get("calls")),
-            more.get("is_missing", False),
+            extras.get("reasoning"),
+            calls_of_plain(extras.get("calls")),
+            extras.get("is_missing", False),
         )
 
 

@@ -42,9 +42,9 @@ def collate(samples: Sequence[Sample]) -> TensorDict:
             batch[name] = torch.stack(values)
             continue
         side = "left" if name in LEFT_PADDED else "right"
-        ones = [torch.ones(len(value), dtype=torch.bool) for value in values]
+        masks = [torch.ones(len(value), dtype=torch.bool) for value in values]
         batch[name] = pad_sequence(values, batch_first=True, padding_side=side)
-        batch[f"{name}_mask"] = pad_sequence(ones, batch_first=True, padding_side=side)
+        batch[f"{name}_mask"] = pad_sequence(masks, batch_first=True, padding_side=side)
     return TensorDict(batch, batch_size=[len(samples)])
 
 
@@ -63,9 +63,9 @@ def _check(samples: Sequence[Sample]) -> None:
             )
         for name, value in sample.items():
             if not isinstance(value, Tensor) or value.ndim != first[name].ndim:
-                shown = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                kind = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise DataError(
-                    f"{name!r} of a sample is {shown}. Give a number or a sequence as a tensor, "
+                    f"{name!r} of a sample is {kind}. Give a number or a sequence as a tensor, "
                     "the same in all samples."
                 )
 
@@ -145,11 +145,14 @@ class _Table(NamedTuple):
     def sample(self, row: int) -> Sample:
         """Return one row: the context up to its start, the other tokens from there on."""
         start, end = int(self.start_B[row]), int(self.length_B[row])
-        places = {"context": slice(start)}
-        return {
-            name: value[row] if value.ndim == 1 else value[row, places.get(name, slice(start, end))]
-            for name, value in self.columns.items()
-        }
+        sample = {}
+        for name, values in self.columns.items():
+            if values.ndim == 1:
+                sample[name] = values[row]
+            else:
+                positions = slice(start) if name == "context" else slice(start, end)
+                sample[name] = values[row, positions]
+        return sample
 
     def collate(self, rows: Sequence[int]) -> TensorDict:
         """Return the result of `collate` without a loop over rows."""
@@ -168,10 +171,10 @@ class _Table(NamedTuple):
             if value.ndim == 1:
                 batch[name] = value[row_B1.squeeze(1)]
                 continue
-            place_BT, mask_BT = context if name in LEFT_PADDED else response
-            found = value[row_B1, place_BT]
-            found[~mask_BT] = 0
-            batch |= {name: found, f"{name}_mask": mask_BT.clone()}
+            position_BT, mask_BT = context if name in LEFT_PADDED else response
+            value_BT = value[row_B1, position_BT]
+            value_BT[~mask_BT] = 0
+            batch |= {name: value_BT, f"{name}_mask": mask_BT.clone()}
         return TensorDict(batch, batch_size=[len(rows)])
 
 
@@ -220,10 +223,15 @@ for _name in (
 
 def _table_of(samples: Sequence[Sample]) -> _Table | None:
     """Return the table of which all samples are rows; None if there is none."""
-    tables = {id(one.table): one.table for one in samples if isinstance(one, _RowSample)}
-    if len(tables) != 1 or not all(isinstance(one, _RowSample) for one in samples):
-        return None
-    return next(iter(tables.values()))
+    table: _Table | None = None
+    for sample in samples:
+        # A sample that was changed has left its table.
+        if not isinstance(sample, _RowSample) or sample.table is None:
+            return None
+        if table is not None and sample.table is not table:
+            return None
+        table = sample.table
+    return table
 
 
 def collate_trajectories(samples: Sequence[Sample]) -> TensorDict:

@@ -108,10 +108,10 @@ class Trajectory:
         if extra_fields:
             self.extra_fields.update(extra_fields)
         num_tokens = self.tokens.shape[0]
-        given = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
+        token_fields = {"loss_mask": self.loss_mask, "logprobs": self.logprobs}
         wrong = [
             f"{name} has {value.shape[0]}"
-            for name, value in given.items()
+            for name, value in token_fields.items()
             if value is not None and value.shape[0] != num_tokens
         ]
         if wrong:
@@ -128,32 +128,35 @@ class Trajectory:
     @classmethod
     def from_spans(cls, spans: Sequence[TokenSpan], **fields: Any) -> Trajectory:
         """Build the trajectory of turns in order; turns without log-probabilities are masked."""
-        (found,) = cls.all_from_spans([spans], [fields])
-        return found
+        (trajectory,) = cls.all_from_spans([spans], [fields])
+        return trajectory
 
     @classmethod
     def all_from_spans(
         cls, spans: Sequence[Sequence[TokenSpan]], fields: Sequence[Mapping[str, Any]]
     ) -> list[Trajectory]:
         """Build a trajectory from each list of turns with its fields; see `from_spans`."""
-        turns = [span for own in spans for span in own]
+        turns = [span for trajectory_spans in spans for span in trajectory_spans]
         counts = [len(span.ids) for span in turns]
-        is_own = np.array([span.logprobs is not None for span in turns], np.bool_)
-        mask = is_own.repeat(counts)
+        is_of_policy = np.array([span.logprobs is not None for span in turns], np.bool_)
+        mask = is_of_policy.repeat(counts)
         logprobs = np.zeros(len(mask), np.float32)
-        known = [x for span in turns if span.logprobs is not None for x in span.logprobs]
-        if len(known) != mask.sum():
+        policy_logprobs = [x for span in turns if span.logprobs is not None for x in span.logprobs]
+        if len(policy_logprobs) != mask.sum():
             raise DataError(
-                f"turns of the policy have {mask.sum()} tokens, but {len(known)} log-probabilities."
-                " Give one for each token."
+                f"turns of the policy have {mask.sum()} tokens, but {len(policy_logprobs)} "
+                "log-probabilities. Give one for each token."
             )
-        logprobs[mask] = known
+        logprobs[mask] = policy_logprobs
         tokens = np.array([token for span in turns for token in span.ids], np.int64)
-        sizes = [sum(len(span.ids) for span in own) for own in spans]
+        sizes = [sum(len(span.ids) for span in trajectory_spans) for trajectory_spans in spans]
+        # Views of tensors of all trajectories: one array is built, not one for each.
         columns = (torch.split(torch.from_numpy(x), sizes) for x in (tokens, mask, logprobs))
         return [
-            cls(token, own, logprobs=logprob, **given)
-            for token, own, logprob, given in zip(*columns, fields, strict=True)
+            cls(tokens_T, mask_T, logprobs=logprobs_T, **trajectory_fields)
+            for tokens_T, mask_T, logprobs_T, trajectory_fields in zip(
+                *columns, fields, strict=True
+            )
         ]
 
     # ---- access by attribute, item and `get`
@@ -212,13 +215,14 @@ class Trajectory:
 
     def _at_own_tokens(self, values: Sequence[float] | Tensor) -> Tensor:
         """Scatter values of the policy's tokens to `[T]`, 0 elsewhere."""
-        own = torch.as_tensor(values, dtype=torch.float32)
-        if own.shape != (self.num_response_tokens,):
+        advantages = torch.as_tensor(values, dtype=torch.float32)
+        if advantages.shape != (self.num_response_tokens,):
             raise DataError(
-                f"token_advantages has shape {list(own.shape)}, but {self.num_response_tokens} of "
-                f"{len(self)} tokens are the policy's. Give one value for each of these."
+                f"token_advantages has shape {list(advantages.shape)}, but "
+                f"{self.num_response_tokens} of {len(self)} tokens are the policy's. Give one "
+                "value for each of these."
             )
-        return torch.zeros(len(self)).masked_scatter(self.loss_mask, own)
+        return torch.zeros(len(self)).masked_scatter(self.loss_mask, advantages)
 
     # ---- sizes
 
@@ -277,10 +281,13 @@ class _ExtraFields(MutableMapping[str, Any]):
         return len(self._names())
 
     def _names(self) -> list[str]:
-        one = self._trajectory
-        own = ("tokens", "loss_mask", "reward")
-        given = [name for name in FIELDS if name not in own and one[name] is not None]
-        return [*given, *one.extras]
+        trajectory = self._trajectory
+        names = [
+            name
+            for name in FIELDS
+            if name not in ("tokens", "loss_mask", "reward") and trajectory[name] is not None
+        ]
+        return [*names, *trajectory.extras]
 
 
 def readable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -323,11 +330,11 @@ def compute_grpo_advantage_for_trajectories(
         Reports how many groups have no signal.
     """
     parameters = AdvantageParameters.from_dict(options)
-    found = advantages_of(trajectories, parameters, use_run_ids=use_run_ids)
-    for trajectory, advantage in zip(trajectories, found.advantages_N.tolist(), strict=True):
+    compared = advantages_of(trajectories, parameters, use_run_ids=use_run_ids)
+    for trajectory, advantage in zip(trajectories, compared.advantages_N.tolist(), strict=True):
         trajectory.advantage = advantage
     if logger is not None:
-        flat = found.is_zero_variance_P
+        flat = compared.is_zero_variance_P
         logger.info("%d of %d groups have rewards without a signal", int(flat.sum()), len(flat))
     return list(trajectories)
 
@@ -352,7 +359,9 @@ def _compared(
     trajectories: Sequence[Trajectory], *, use_run_ids: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rewards, and numbers of groups and runs; missing ids are unique."""
-    rewards = [math.nan if one.reward is None else one.reward for one in trajectories]
-    groups = codes_of([one.group_id for one in trajectories])
-    runs = codes_of([one.run_id for one in trajectories]) if use_run_ids else None
+    rewards = [
+        math.nan if trajectory.reward is None else trajectory.reward for trajectory in trajectories
+    ]
+    groups = codes_of([trajectory.group_id for trajectory in trajectories])
+    runs = codes_of([trajectory.run_id for trajectory in trajectories]) if use_run_ids else None
     return torch.tensor(rewards, dtype=torch.float64), groups, runs

@@ -141,10 +141,13 @@ class RolloutTree:
         """
         nodes = self.nodes
         calls = self.response_calls or self.blanks()
-        pairs = zip(self.responses, calls, strict=True)
-        shown = [text or (str(own_calls) if own_calls else "") for text, own_calls in pairs]
+        responses = []
+        for text, node_calls in zip(self.responses, calls, strict=True):
+            if not text and node_calls:
+                text = str(node_calls)
+            responses.append(text or "")
         refused = nodes["is_refused"].tolist() if "is_refused" in nodes else [False] * len(nodes)
-        return zip(shown, self.failures_of_nodes(), refused, strict=True)
+        return zip(responses, self.failures_of_nodes(), refused, strict=True)
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain values and tensors for a checkpoint: everything except the prompts."""
@@ -159,8 +162,8 @@ class RolloutTree:
         """Restore the output of `to_plain` for a tree with these opening prompts."""
         nodes = TensorDict(plain["nodes"], batch_size=[len(plain["probes"])])
         # Earlier versions stored neither reasoning nor calls.
-        known = {name: plain[name] for name in _PLAIN if name in plain}
-        return cls(nodes, prompts=list(prompts), **known)
+        fields = {name: plain[name] for name in _PLAIN if name in plain}
+        return cls(nodes, prompts=list(prompts), **fields)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one flat record per node; a context is found by following `parent`."""
@@ -217,10 +220,13 @@ def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
     joined: Any = torch.cat(shifted)
     # By level; within a level the parts follow one another, as their episodes do.
     order = joined["depth"].argsort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
+    new_index = torch.empty_like(order)
+    new_index[order] = torch.arange(len(order))
     merged = joined[order]
-    merged["parent"] = torch.where(merged["parent"] >= 0, place[merged["parent"].clamp(min=0)], -1)
+    old_parent = merged["parent"]
+    new_parent = new_index[old_parent.clamp(min=0)]
+    # The first nodes of episodes have no parent.
+    merged["parent"] = torch.where(old_parent >= 0, new_parent, -1)
     width = parts[0].tree_width
     indices = order.tolist()
 

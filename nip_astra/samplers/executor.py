@@ -163,11 +163,13 @@ class RayActors(Executor):
     def begin(self, calls: Sequence[PartCall[Part]]) -> Callable[[], list[WorkerResult[Part]]]:
         agents, actors = _distinct(calls[0].agents), get_actors()
         assert actors is not None
-        models = [model for model in _models_of(agents) if not isinstance(model, ChatWork)]
-        kept = [part for model in models for part in (*model.shared_parts(), model)]
+        shared_objects: list[object] = []
+        for model in _models_of(agents):
+            if not isinstance(model, ChatWork):
+                shared_objects += [*model.shared_parts(), model]
         earlier = _earlier_outcomes()
         wait = actors.begin(
-            [partial(run_apart, [call.run], agents, earlier) for call in calls], kept
+            [partial(run_apart, [call.run], agents, earlier) for call in calls], shared_objects
         )
 
         def finish() -> list[WorkerResult[Part]]:
@@ -186,13 +188,13 @@ class TeamExecutor(Executor):
         self.team = team
 
     def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
-        shards = [
-            calls[one.start : one.stop] for one in split_evenly(range(len(calls)), self.team.size)
-        ]
         earlier = _earlier_outcomes()
-        requests = [
-            [{**call.request, EARLIER_OUTCOMES: earlier} for call in shard] for shard in shards
-        ]
+        shards = []
+        requests = []
+        for indices in split_evenly(range(len(calls)), self.team.size):
+            shard = calls[indices.start : indices.stop]
+            shards.append(shard)
+            requests.append([{**call.request, EARLIER_OUTCOMES: earlier} for call in shard])
         replies = self.team.request(RUN_PARTS, requests)
         for rank, reply in enumerate(replies):
             if reply["failure"] is not None:
@@ -200,18 +202,17 @@ class TeamExecutor(Executor):
                     f"process {rank} of {self.team.size} failed in its part of a rollout: "
                     f"{reply['failure']}"
                 )
-        results = [
-            WorkerResult(
-                [call.from_plain(one) for call, one in zip(shard, reply["parts"], strict=True)],
-                [TokenCount(**count) for count in reply["counts"]],
-                reply["num_truncated"],
-                reply["outcomes"],
-            )
-            for shard, reply in zip(shards, replies, strict=True)
-        ]
+        results = []
+        for shard, reply in zip(shards, replies, strict=True):
+            parts = [
+                call.from_plain(plain) for call, plain in zip(shard, reply["parts"], strict=True)
+            ]
+            counts = [TokenCount(**count) for count in reply["counts"]]
+            results.append(WorkerResult(parts, counts, reply["num_truncated"], reply["outcomes"]))
+        # The first process is this one, whose agents have counted their work.
         _add_counts(calls[0].agents, results[1:])
         _adopt_outcomes(results)
-        return [one for one in results if one.parts]
+        return [result for result in results if result.parts]
 
 
 def choose_executor(
@@ -237,12 +238,14 @@ def choose_executor(
 def run_local(runs: Sequence[Callable[[], Part]], agents: Agents) -> WorkerResult[Part]:
     """Run parts in this process and count the work of its agents."""
     agents = _distinct(agents)
-    before = [agent.num_truncated_contexts for agent in agents]
+    num_truncated_before = [agent.num_truncated_contexts for agent in agents]
     with ExitStack() as stack:
         counts = [stack.enter_context(model.counting()) for model in _counted_models(agents)]
         parts = [run() for run in runs]
-    after = [agent.num_truncated_contexts for agent in agents]
-    return WorkerResult(parts, counts, [new - old for new, old in zip(after, before, strict=True)])
+    num_truncated = []
+    for agent, before in zip(agents, num_truncated_before, strict=True):
+        num_truncated.append(agent.num_truncated_contexts - before)
+    return WorkerResult(parts, counts, num_truncated)
 
 
 def run_apart(
@@ -271,20 +274,23 @@ def _adopt_outcomes(results: Sequence[WorkerResult[Any]]) -> None:
 
 @torch.no_grad()
 def run_requested(
-    call_of: Callable[[Mapping[str, Any]], PartCall[Any]], requests: Sequence[Mapping[str, Any]]
+    build_call: Callable[[Mapping[str, Any]], PartCall[Any]], requests: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Run the parts that the leader requests, and return plain values.
 
     A failure is returned, not raised: the leader waits for a reply of every process.
     """
     try:
-        calls = [call_of(request) for request in requests]
+        calls = [build_call(request) for request in requests]
         agents = calls[0].agents if calls else []
-        earlier = [KeptOutcome(*kept) for kept in requests[0][EARLIER_OUTCOMES]] if calls else []
+        # The same in all requests.
+        kept_outcomes = requests[0][EARLIER_OUTCOMES] if requests else []
+        earlier = [KeptOutcome(*outcome) for outcome in kept_outcomes]
         result = run_apart([call.run for call in calls], agents, earlier)
+        plain_parts = [call.to_plain(part) for call, part in zip(calls, result.parts, strict=True)]
         return {
             "failure": None,
-            "parts": [call.to_plain(one) for call, one in zip(calls, result.parts, strict=True)],
+            "parts": plain_parts,
             "counts": [asdict(count) for count in result.counts],
             "num_truncated": result.num_truncated,
             "outcomes": result.outcomes,
@@ -341,11 +347,13 @@ def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
 def _add_counts(agents: Agents, results: Sequence[WorkerResult[Part]]) -> None:
     """Add the counts of other processes to those of this process."""
     agents = _distinct(agents)
-    for result in (one for one in results if one.parts):
+    for result in results:
+        if not result.parts:
+            continue
         for model, spent in zip(_counted_models(agents), result.counts, strict=True):
             model.token_count.add(spent)
-        for agent, added in zip(agents, result.num_truncated, strict=True):
-            agent.num_truncated_contexts += added
+        for agent, num_truncated in zip(agents, result.num_truncated, strict=True):
+            agent.num_truncated_contexts += num_truncated
 
 
 def _distinct(agents: Agents) -> list[Speaker | TextAttacker]:

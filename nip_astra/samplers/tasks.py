@@ -312,33 +312,40 @@ def _take_turns(
 ) -> None:
     active = list(episodes)
     session = None if sample is not None else agent.token_sampler.open_session()
+    # The turns of each call, and the span of each row, whose log-probabilities are settled later.
     sampled: list[tuple[Generation, list[TokenSpan]]] = []
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
-        shared = plan.num_runs if turn == 0 and _begin_alike(active, plan.num_runs) else 1
+        is_shared = turn == 0 and _begin_alike(active, plan.num_runs)
+        runs_per_context = plan.num_runs if is_shared else 1
+        first_runs = active[::runs_per_context]
         contexts = agent.contexts(
-            [one.turns for one in active[::shared]],
-            [one.toolbox.described for one in active[::shared]],
-            [one.is_answer_begun for one in active[::shared]],
+            [played.turns for played in first_runs],
+            [played.toolbox.described for played in first_runs],
+            [played.is_answer_begun for played in first_runs],
         )
-        rows = uniform_rows(
-            [(*plan.key, plan.split, one.problem, one.run_id, turn) for one in active],
-            agent.sampling.max_new_tokens,
-        )
+        keys = [(*plan.key, plan.split, played.problem, played.run_id, turn) for played in active]
+        uniforms_RT = uniform_rows(keys, agent.sampling.max_new_tokens)
         if sample is not None:
-            generation = sample(contexts, shared, rows, agent.sampling)
+            generation = sample(contexts, runs_per_context, uniforms_RT, agent.sampling)
         else:
             assert session is not None
-            generation = session.generate(contexts, shared, rows, agent.sampling).generation
-        for index, one in enumerate(active):
-            one.read(contexts[index // shared])
+            generation = session.generate(
+                contexts, runs_per_context, uniforms_RT, agent.sampling
+            ).generation
+        for index, played in enumerate(active):
+            played.read(contexts[index // runs_per_context])
         _act(active, agent, generation, plan)
-        sampled.append((generation, [one.spans[-1][-1] for one in active]))
+        sampled.append((generation, [played.spans[-1][-1] for played in active]))
         if turn + 1 == plan.max_turns:
             break
-        are_open = [not one.is_over and not one.is_missing and one.fits(agent) for one in active]
-        for one, is_open in zip(active, are_open, strict=True):
-            one.is_cut |= not (is_open or one.is_over)
+        are_open = []
+        for played in active:
+            has_ended = played.is_over or played.is_missing
+            is_open = not has_ended and played.fits(agent)
+            # An episode that ends otherwise than by its environment is cut.
+            played.is_cut |= not (is_open or played.is_over)
+            are_open.append(is_open)
         active = list(compress(active, are_open))
         if not active:
             break
@@ -379,12 +386,16 @@ def _begin_alike(episodes: Sequence[PlayedEpisode], num_runs: int) -> bool:
 
 def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> list[Value]:
     """Return results of a call by index; those with a concurrency above 1 run in threads."""
-    parallel = [place for place, most in enumerate(concurrencies) if most > 1]
-    found: dict[int, Value] = {}
+    parallel = [index for index, concurrency in enumerate(concurrencies) if concurrency > 1]
+    results: dict[int, Value] = {}
     if len(parallel) > 1:
-        results = call_in_threads([partial(call, place) for place in parallel], max(concurrencies))
-        found = dict(zip(parallel, results, strict=True))
-    return [found[i] if i in found else call(i) for i in range(len(concurrencies))]
+        parallel_calls = [partial(call, index) for index in parallel]
+        parallel_results = call_in_threads(parallel_calls, max(concurrencies))
+        results = dict(zip(parallel, parallel_results, strict=True))
+    # The others one after the other, in order.
+    return [
+        results[index] if index in results else call(index) for index in range(len(concurrencies))
+    ]
 
 
 def _act(
@@ -394,32 +405,36 @@ def _act(
     plan: TaskPlan,
 ) -> None:
     """Let each environment, or the called tools, react to the policy's turn."""
-    turns = agent.read_turns(generation, [one.toolbox.argument_schemas for one in episodes])
+    schemas = [played.toolbox.argument_schemas for played in episodes]
+    turns = agent.read_turns(generation, schemas)
     lengths = generation.mask_BT.sum(dim=1).tolist()
     ids, logprobs = generation.ids_BT.tolist(), generation.logprobs_BT.tolist()
-    for index, (one, turn) in enumerate(zip(episodes, turns, strict=True)):
+    for index, (played, turn) in enumerate(zip(episodes, turns, strict=True)):
         length = lengths[index]
-        one.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
-        one.add_answer(turn)
-        one.is_missing = turn.is_missing
-        one.is_cut |= turn.is_missing or length == len(turn.ids)
-        one.num_turns += 1
-        one.episode.messages.append(turn.without_tokens())
-    answered = [one for one in episodes if not one.is_missing]
+        played.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
+        played.add_answer(turn)
+        played.is_missing = turn.is_missing
+        # Without an end token the turn fills all of its room.
+        has_no_end = length == len(turn.ids)
+        played.is_cut |= turn.is_missing or has_no_end
+        played.num_turns += 1
+        played.episode.messages.append(turn.without_tokens())
+    answered = [played for played in episodes if not played.is_missing]
+    answers = [played.episode.messages[-1] for played in answered]
     key = (*plan.key, plan.split)
-    reactions = _reactions(answered, [one.episode.messages[-1] for one in answered], agent, key)
-    for one, (reaction, counts) in zip(answered, reactions, strict=True):
+    observing: list[PlayedEpisode] = []
+    messages: list[Sequence[Turn]] = []
+    reactions = _reactions(answered, answers, agent, key)
+    for played, (reaction, counts) in zip(answered, reactions, strict=True):
         if counts:
-            one.episode.tool_counts.update(counts)
-        one.is_over = reaction.is_over
+            played.episode.tool_counts.update(counts)
+        played.is_over = reaction.is_over
         if reaction.is_over:
-            one.episode.reward = reaction.reward
-    observed = [
-        (one, reaction.messages)
-        for one, (reaction, _) in zip(answered, reactions, strict=True)
-        if reaction.messages
-    ]
-    observe_together(agent, [one for one, _ in observed], [messages for _, messages in observed])
+            played.episode.reward = reaction.reward
+        if reaction.messages:
+            observing.append(played)
+            messages.append(reaction.messages)
+    observe_together(agent, observing, messages)
 
 
 def _reactions(
@@ -433,37 +448,39 @@ def _reactions(
     `key` names the sampling of these episodes.
     """
     calls = [
-        one.toolbox.calls_in(turn, agent.message_format)
-        for one, turn in zip(episodes, turns, strict=True)
+        played.toolbox.calls_in(turn, agent.message_format)
+        for played, turn in zip(episodes, turns, strict=True)
     ]
-    known: dict[tuple[int, str], Reaction] = {}
+    # Of stateless environments, by the environment and the message.
+    stateless_reactions: dict[tuple[int, str], Reaction] = {}
 
-    def react(place: int) -> Reaction | list[Outcome]:
-        one, text = episodes[place], turns[place].text
-        with call_position(*key, one.problem, one.run_id, one.num_turns):
-            if calls[place]:
-                return [one.toolbox.execute(call) for call in calls[place]]
-            environment = one.episode.environment
+    def react(index: int) -> Reaction | list[Outcome]:
+        played, text = episodes[index], turns[index].text
+        with call_position(*key, played.problem, played.run_id, played.num_turns):
+            if calls[index]:
+                return [played.toolbox.execute(call) for call in calls[index]]
+            environment = played.episode.environment
             if not is_stateless(environment):
                 return reaction_of(environment, text)
-            shared = id(environment), text
-            if shared not in known:
-                known[shared] = reaction_of(environment, text)
-            return known[shared]
+            reaction_key = id(environment), text
+            if reaction_key not in stateless_reactions:
+                stateless_reactions[reaction_key] = reaction_of(environment, text)
+            return stateless_reactions[reaction_key]
 
-    reacted = _in_threads(
-        [
-            one.toolbox.concurrency(some) if some else one.concurrency
-            for one, some in zip(episodes, calls, strict=True)
-        ],
-        react,
-    )
-    return [
-        (found, Counter())
-        if isinstance(found, Reaction)
-        else reaction_to_calls(one.episode.environment, one.toolbox, found, agent)
-        for one, found in zip(episodes, reacted, strict=True)
-    ]
+    concurrencies = []
+    for played, episode_calls in zip(episodes, calls, strict=True):
+        if episode_calls:
+            concurrencies.append(played.toolbox.concurrency(episode_calls))
+        else:
+            concurrencies.append(played.concurrency)
+    reactions: list[tuple[Reaction, Counter[str]]] = []
+    for played, reacted in zip(episodes, _in_threads(concurrencies, react), strict=True):
+        if isinstance(reacted, Reaction):
+            reactions.append((reacted, Counter()))
+        else:
+            environment, toolbox = played.episode.environment, played.toolbox
+            reactions.append(reaction_to_calls(environment, toolbox, reacted, agent))
+    return reactions
 
 
 def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
@@ -680,10 +697,11 @@ def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None
     try:
         messages = opening_of(environment)
         while len(messages) < len(expected):
-            own = expected[len(messages)]
+            answer = expected[len(messages)]
+            # Outcomes of calls were kept in the other process.
             with using_outcomes(None):
-                ((reaction, _),) = _reactions([played], [own], agent, ())
-            messages += [own, *reaction.messages]
+                ((reaction, _),) = _reactions([played], [answer], agent, ())
+            messages += [answer, *reaction.messages]
     finally:
         close_environment(environment)
     # Programs that run in tools may be random.

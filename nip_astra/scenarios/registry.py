@@ -12,7 +12,6 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import DEFAULT_AGENT
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.parameters.types import ScenarioType
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
@@ -97,9 +96,7 @@ def parameters_of_agents(parameters: Any, protocol: ProtocolHandler) -> dict[str
     return agents
 
 
-SCENARIOS: Registry[type[Scenario]] = Registry(
-    "scenario", package="nip_astra.scenarios", members=ScenarioType
-)
+SCENARIOS: Registry[type[Scenario]] = Registry("scenario")
 
 
 def register_scenario(name: str) -> Callable[[type[Scenario]], type[Scenario]]:

@@ -123,8 +123,10 @@ class Scorer:
         self.device = device
         self.scenario_dir = scenario_dir
         self._verdicts: dict[bytes, float | None] = {}
-        own = type(self)
-        if own._score is Scorer._score and own._score_exchanges is Scorer._score_exchanges:
+        scorer_class = type(self)
+        reads_texts = scorer_class._score is not Scorer._score
+        reads_exchanges = scorer_class._score_exchanges is not Scorer._score_exchanges
+        if not reads_texts and not reads_exchanges:
             raise ConfigurationError(
                 f"the class of the scorer {self._name!r} does not rate anything. Implement "
                 "_score(texts), or _score_exchanges(exchanges) to read conversations."
@@ -146,8 +148,8 @@ class Scorer:
     @property
     def modules(self) -> set[str]:
         """Names of the modules whose code computes scores, including those of nested scorers."""
-        own = {cls.__module__ for cls in type(self).__mro__}
-        return own.union(*(scorer.modules for scorer in self.nested_scorers))
+        modules = {base.__module__ for base in type(self).__mro__}
+        return modules.union(*(scorer.modules for scorer in self.nested_scorers))
 
     def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
         """Return a verdict for each text; texts are distinct."""
@@ -216,8 +218,8 @@ class Scorer:
             key: None if math.isnan(score) else score
             for key, score in zip(keys, scores, strict=True)
         }
-        for scorer, own in zip(self.nested_scorers, state["nested"], strict=True):
-            scorer.load_verdicts(own)
+        for scorer, nested_state in zip(self.nested_scorers, state["nested"], strict=True):
+            scorer.load_verdicts(nested_state)
 
     def _code(self) -> list[str]:
         """Return digests of the loaded files that compute scores, except those of this package."""
@@ -368,12 +370,7 @@ def open_services(
     return models
 
 
-SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry(
-    "scorer",
-    package="nip_astra.scorers",
-    members=ScorerType,
-    modules={ScorerType.WEIGHTED: "base"},
-)
+SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry("scorer")
 
 
 def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:
@@ -415,8 +412,8 @@ class WeightedScorer(Scorer):
         parts: dict[str, WeightedPart] = Field(min_length=1)
         """Scorers by name; messages use these names."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._parts = {
             name: build_scorer(part.scorer, device=self.device, scenario_dir=self.scenario_dir)
             for name, part in parameters.parts.items()

@@ -107,10 +107,10 @@ class ModelScorer(Scorer):
         return sent
 
 
-def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:
+def find_label(label: str, labels: Sequence[str], *, of: str, kind: str = "label") -> int:
     """Return the index of a label among a classifier's labels."""
     if label not in labels:
-        raise UnknownNameError(what, label, labels, f"They are those of {of}.")
+        raise UnknownNameError(kind, label, labels, f"They are those of {of}.")
     return list(labels).index(label)
 
 
@@ -138,8 +138,8 @@ class ClassifierScorer(ModelScorer):
         label: PlainText
         """Label whose probability is the score."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._tokenizer, self._model = load_pretrained(
             parameters.model,
             self.scenario_dir,

@@ -61,8 +61,8 @@ class DetoxifyScorer(ModelScorer):
         """Folder with config.json and tokenizer of the checkpoint's architecture; null to load
         them from the hub or its cache."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         import_extra("detoxify", "the scorer 'detoxify'", "detoxify")
         self._what = parameters.checkpoint or parameters.variant
         folder = parameters.config_path and str(
@@ -74,7 +74,7 @@ class DetoxifyScorer(ModelScorer):
             parameters.category,
             checkpoint.categories,
             of=f"the Detoxify model {self._what!r}",
-            what="category",
+            kind="category",
         )
         self._max_length, _ = read_limits(self._tokenizer, self._model)
 
@@ -111,10 +111,12 @@ class DetoxifyScorer(ModelScorer):
         """
         from detoxify.detoxify import get_model_and_tokenizer
 
-        place = {"model_type": folder} if folder else {}
+        architecture = dict(checkpoint.architecture)
+        if folder:
+            architecture["model_type"] = folder
         try:
             model, tokenizer = get_model_and_tokenizer(
-                **checkpoint.architecture | place, state_dict=checkpoint.weights
+                **architecture, state_dict=checkpoint.weights
             )
         except Exception as error:
             raise self._load_error(error) from error

@@ -39,8 +39,8 @@ class DisclosureScorer(Scorer):
                     raise ValueError(f"{secret!r} has no word; give each secret at least one")
             return secrets
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._secrets = [_words(secret) for secret in parameters.secrets]
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[float]:

@@ -132,8 +132,8 @@ class JudgeScorer(Scorer):
             """Address of the judge, for messages."""
             return self.base_url or "a service of this run"
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         address: dict[str, Any] = {"service": "local", "weights": parameters.weights}
         if parameters.service == "address":
             key = parameters.api_key_variable

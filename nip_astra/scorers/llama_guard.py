@@ -79,8 +79,8 @@ class LlamaGuardScorer(ModelScorer):
         batch_size: int = Field(default=16, ge=1)
         """Conversations in one forward pass. Larger is faster and takes more memory."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._tokenizer, self._model = _load(parameters.model, parameters.dtype, self.scenario_dir)
         self._model.requires_grad_(False).to(self.device).eval()
         self._prompts = GuardPrompts(
@@ -129,7 +129,7 @@ class LlamaGuardScorer(ModelScorer):
 
     def _judged_part(self, exchange: Exchange) -> list[Turn]:
         """Return the conversation up to the judged turn; empty if there is none."""
-        turns = [one for one in exchange.conversation if one.role in ("user", "assistant")]
+        turns = [turn for turn in exchange.conversation if turn.role in ("user", "assistant")]
         role = self.parameters.role or exchange.role
         while turns and turns[-1].role != role:
             turns.pop()
@@ -255,11 +255,11 @@ class GuardPrompts:
             self._uses_parts = uses_parts
             turns = [Turn("user", _MARKS[0]), Turn("assistant", _MARKS[1])]
             try:
-                shown = self._render(turns, tokenize=False)
+                prompt = self._render(turns, tokenize=False)
             except Exception as error:
                 problems.append(f"{describe_error(error)}".rstrip("."))
                 continue
-            if all(mark in shown for mark in _MARKS):
+            if all(mark in prompt for mark in _MARKS):
                 return uses_parts
         reason = problems[0] if problems else "its prompt omits the turns"
         raise ConfigurationError(
@@ -293,19 +293,16 @@ class GuardPrompts:
         return text
 
     def _render(self, turns: Sequence[Turn], *, tokenize: bool) -> Any:
-        messages = [
-            {
-                "role": turn.role,
-                "content": [{"type": "text", "text": text}] if self._uses_parts else text,
-            }
-            for turn in turns
-            for text in [self._harmless(turn.text)]
-        ]
-        shown = self._tokenizer.apply_chat_template(
+        messages = []
+        for turn in turns:
+            text = self._harmless(turn.text)
+            content = [{"type": "text", "text": text}] if self._uses_parts else text
+            messages.append({"role": turn.role, "content": content})
+        prompt = self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=True,
             tokenize=tokenize,
             return_dict=tokenize,
             **self._options,
         )
-        return shown["input_ids"] if tokenize else shown
+        return prompt["input_ids"] if tokenize else prompt

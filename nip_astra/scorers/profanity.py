@@ -14,8 +14,8 @@ from nip_astra.scorers.base import Scorer, register_scorer
 class ProfanityScorer(Scorer):
     """Probability that a text is offensive, by a linear model over words; fast, English only."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         package = import_extra("profanity_check", "the scorer 'profanity'", "profanity")
         self._predict = package.predict_prob
 

@@ -52,8 +52,8 @@ class PythonScorer(Scorer):
         batch_size: int | None = Field(default=None, ge=1)
         """Texts per call; null for all texts of a rollout."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._function = UserFunction(parameters.function, self.scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
         self.reads_history = bool({*self._columns} - {"completions", "reasonings"})
@@ -133,12 +133,16 @@ class UserFunction:
             raise ConfigurationError(
                 f"the arguments of {reference!r} cannot be inspected. Wrap it in a Python function."
             ) from error
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._names = {one.name for one in parameters if one.kind in by_name}
-        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        stars = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        starred_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        self._names = {parameter.name for parameter in parameters if parameter.kind in named_kinds}
+        self._takes_all = any(
+            parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
+        )
         self.required = [
-            one.name for one in parameters if one.default is one.empty and one.kind not in stars
+            parameter.name
+            for parameter in parameters
+            if parameter.default is inspect.Parameter.empty and parameter.kind not in starred_kinds
         ]
 
     def takes(self, name: str) -> bool:
@@ -154,17 +158,18 @@ class UserFunction:
 
 def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
     """Import the module; return its name and the function, or an instance of a callable class."""
-    place, _, name = reference.rpartition(":")
-    source = str(resolve_reference(place, scenario_dir)) if place.endswith(".py") else place
+    location, _, name = reference.rpartition(":")
+    is_file = location.endswith(".py")
+    source = str(resolve_reference(location, scenario_dir)) if is_file else location
     module = module_of(load_plugin(source))
     function: Any = module
     for part in name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        known = f" It has {', '.join(functions)}." if functions else ""
+        available = f" It has {', '.join(functions)}." if functions else ""
         raise ConfigurationError(
-            f"{place} has no function {name!r}.{known} Give package.module:function or "
+            f"{location} has no function {name!r}.{available} Give package.module:function or "
             "path/to/file.py:function."
         )
     if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):

@@ -46,8 +46,8 @@ class ToxBlockScorer(ModelScorer):
         category: Category = "toxicity"
         """Category whose probability is the score."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._category = get_args(Category).index(parameters.category)
         folder = _find_folder()
         try:
@@ -167,8 +167,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     }
     with h5py.File(path) as file:
         return {
-            name: torch.from_numpy(np.asarray(file["model_weights"][place], dtype=np.float32))
-            for name, place in names.items()
+            name: torch.from_numpy(
+                np.asarray(file["model_weights"][path_in_file], dtype=np.float32)
+            )
+            for name, path_in_file in names.items()
         }
 
 

@@ -510,6 +510,9 @@ class TextReply:
     def _decode_alternatives(self, progress: Progress) -> list[list[tuple[str, float]]]:
         """Return the most likely alternatives of each token, as texts with log-probabilities."""
         records = progress.tokens
+        if not records:
+            # transformers 5.0 decodes an empty batch to one empty text.
+            return []
         # A token's text depends on the tokens before it (a leading space, a part of a character):
         # decode both with and without it, all positions in one call of the tokenizer.
         prefixes = self.tokenizer.batch_decode([list(record.before) for record in records])

@@ -177,12 +177,7 @@ class Launcher(ABC):
         """Start a run, or resume it."""
 
 
-LAUNCHERS: Registry[type[Launcher]] = Registry(
-    "launcher",
-    package="nip_astra.sweep",
-    members=("processes", "ray"),
-    modules={"processes": "runner", "ray": "runner"},
-)
+LAUNCHERS: Registry[type[Launcher]] = Registry("launcher")
 
 
 def register_launcher(name: str) -> Callable[[type[Launcher]], type[Launcher]]:

@@ -42,19 +42,8 @@ STEPS_OF_A_SEED = 1_000_000
 """Optuna's step of iteration i of the k-th seed is i + k times this."""
 SamplerFactory = Callable[[SearchParameters, int], "BaseSampler"]
 PrunerFactory = Callable[[SearchParameters], "BasePruner"]
-_SAMPLERS, _PRUNERS = ("random", "tpe"), ("halving", "median", "none")
-SWEEP_SAMPLERS: Registry[SamplerFactory] = Registry(
-    "sweep_sampler",
-    package="nip_astra.sweep",
-    members=_SAMPLERS,
-    modules=dict.fromkeys(_SAMPLERS, "search"),
-)
-PRUNERS: Registry[PrunerFactory] = Registry(
-    "pruner",
-    package="nip_astra.sweep",
-    members=_PRUNERS,
-    modules=dict.fromkeys(_PRUNERS, "search"),
-)
+SWEEP_SAMPLERS: Registry[SamplerFactory] = Registry("sweep_sampler")
+PRUNERS: Registry[PrunerFactory] = Registry("pruner")
 
 
 def register_sweep_sampler(name: str) -> Callable[[SamplerFactory], SamplerFactory]:

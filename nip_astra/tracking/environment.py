@@ -58,9 +58,9 @@ def processor_name() -> str:
 def changes_of_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences of two environments that can change last digits, as sentences."""
     old, new = (
-        {name: described.get(name) for name in ("processor", "device", "layers")}
-        | {"torch": described.get("packages", {}).get("torch")}
-        for described in (before, now)
+        {name: environment.get(name) for name in ("processor", "device", "layers")}
+        | {"torch": environment.get("packages", {}).get("torch")}
+        for environment in (before, now)
     )
     return [
         f"{name} was {value!r} and is {new[name]!r}"

@@ -95,12 +95,15 @@ class MlflowTracker(Tracker):
         return str(run.info.run_id)
 
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
-        known = self._client.get_run(self._run_id).data.params
-        values = self._json_normalize(dict(config)).iloc[0].items()
-        flat = [(str(path), str(value)[:_LONGEST]) for path, value in values]
-        new = [self._entities.Param(path, value) for path, value in flat if path not in known]
-        for start in range(0, len(new), _BATCH):
-            self._client.log_batch(self._run_id, params=new[start : start + _BATCH])
+        # MLflow refuses to log a parameter of a resumed run again.
+        logged = self._client.get_run(self._run_id).data.params
+        parameters = [
+            self._entities.Param(str(path), str(value)[:_LONGEST])
+            for path, value in self._json_normalize(dict(config)).iloc[0].items()
+            if str(path) not in logged
+        ]
+        for start in range(0, len(parameters), _BATCH):
+            self._client.log_batch(self._run_id, params=parameters[start : start + _BATCH])
         self._client.log_text(self._run_id, to_yaml(config), "hyper_parameters.yaml")
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
@@ -116,8 +119,8 @@ class MlflowTracker(Tracker):
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
     ) -> None:
-        data = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
-        data |= {"step": [step] * len(rows)}
+        data = {column: [row[index] for row in rows] for index, column in enumerate(columns)}
+        data["step"] = [step] * len(rows)
         self._client.log_table(self._run_id, data, f"rollouts/{name}.json")
 
     def log_artifact(
@@ -147,9 +150,9 @@ class MlflowTracker(Tracker):
         for artifact in self._client.list_artifacts(self._run_id, "rollouts"):
             path = Path(self._client.download_artifacts(self._run_id, artifact.path))
             table = json.loads(path.read_text(encoding="utf-8"))
-            place = table["columns"].index("step")
+            step_column = table["columns"].index("step")
             name = artifact.path.removesuffix(".json")
-            entries |= {(int(row[place]), name) for row in table["data"]}
+            entries |= {(int(row[step_column]), name) for row in table["data"]}
         return entries
 
     def finish(self, *, success: bool) -> None:

@@ -111,13 +111,18 @@ def unescape_references(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"(\\+)\$\{", _without_escape, value)
     if isinstance(value, Mapping):
-        return {unescape_references(name): unescape_references(one) for name, one in value.items()}
-    return [unescape_references(item) for item in value] if isinstance(value, list) else value
+        return {
+            unescape_references(name): unescape_references(member) for name, member in value.items()
+        }
+    if isinstance(value, list):
+        return [unescape_references(member) for member in value]
+    return value
 
 
-def _without_escape(found: re.Match[str]) -> str:
-    half, is_escaped = divmod(len(found[1]), 2)
-    return f"{found[1][:half]}${{" if is_escaped else found[0]
+def _without_escape(match: re.Match[str]) -> str:
+    # OmegaConf reads two backslashes before a reference as one.
+    half, is_escaped = divmod(len(match[1]), 2)
+    return f"{match[1][:half]}${{" if is_escaped else match[0]
 
 
 class RunDirectory:
@@ -203,13 +208,13 @@ class RunDirectory:
         UntrustedRunError
             When it is not the user's own, and has links out of its folder.
         """
-        found = Path(path)
-        if not (found / HYPER_PARAMETERS).is_file():
+        path = Path(path)
+        if not (path / HYPER_PARAMETERS).is_file():
             raise RunDirectoryError(
-                f"{found} is not a run: it holds no {HYPER_PARAMETERS}. Give the path of a run "
+                f"{path} is not a run: it holds no {HYPER_PARAMETERS}. Give the path of a run "
                 "directory, for instance runs/<run id>."
             )
-        directory = cls(found)
+        directory = cls(path)
         directory.check_links()
         return directory
 
@@ -221,10 +226,12 @@ class RunDirectory:
     @classmethod
     def find(cls, run: str | Path, runs_dir: str | Path) -> RunDirectory:
         """Open the directory of an existing run by its path, or by its name in `runs_dir`."""
-        named = Path(runs_dir) / run
         is_path = len(Path(run).parts) != 1 or (Path(run) / HYPER_PARAMETERS).is_file()
-        if is_path or named.is_dir():
-            return cls.open(run if is_path else named)
+        if is_path:
+            return cls.open(run)
+        path_by_name = Path(runs_dir) / run
+        if path_by_name.is_dir():
+            return cls.open(path_by_name)
         names = sorted(
             path.parent.name for path in Path(runs_dir).glob(f"[!.]*/{HYPER_PARAMETERS}")
         )
@@ -291,10 +298,10 @@ class RunDirectory:
     def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         path = self.path / name
         try:
-            found = parse(path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict):
+            content = parse(path.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
                 raise ValueError("it holds no mapping of names to values")
-            return found
+            return content
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             mark = getattr(error, "problem_mark", None)
             line = f", line {mark.line + 1}," if mark is not None else ""
@@ -337,12 +344,12 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _OmegaConfDumper.add_representer(str, _represent_text)
 
 
-def _remove_abandoned(own: Path) -> None:
-    """Remove unfinished directories of killed processes, and `own` in any case."""
-    for folder in own.parent.glob(f"{_UNFINISHED}*"):
+def _remove_abandoned(unfinished: Path) -> None:
+    """Remove unfinished directories of killed processes, and `unfinished` however new it is."""
+    for folder in unfinished.parent.glob(f"{_UNFINISHED}*"):
         with suppress(OSError):
             is_old = time.time() - folder.stat().st_mtime > _SECONDS_TO_BEGIN
-            if (is_old or folder == own) and is_abandoned(folder):
+            if (is_old or folder == unfinished) and is_abandoned(folder):
                 shutil.rmtree(folder)
 
 

@@ -291,10 +291,10 @@ class CompositeTracker(Tracker):
         super().__init__()
         self.trackers = list(trackers)
 
-    def _each(self, method: str, *arguments: Any, **named: Any) -> None:
+    def _each(self, method: str, *arguments: Any, **keywords: Any) -> None:
         for tracker in self.trackers:
             try:
-                getattr(tracker, method)(*arguments, **named)
+                getattr(tracker, method)(*arguments, **keywords)
             except NipAstraError:
                 raise
             except Exception as error:
@@ -324,18 +324,7 @@ class CompositeTracker(Tracker):
                 logger.warning("the %s did not close: %s", name, error)
 
 
-TRACKERS: Registry[type[Tracker]] = Registry(
-    "tracker",
-    package="nip_astra.tracking",
-    members=("file", "mlflow", "tensorboard", "trackio", "wandb"),
-    modules={
-        "file": "local",
-        "mlflow": "mlflow_tracker",
-        "tensorboard": "local",
-        "trackio": "trackio_tracker",
-        "wandb": "wandb_runs",
-    },
-)
+TRACKERS: Registry[type[Tracker]] = Registry("tracker")
 AnyTracker = TypeVar("AnyTracker", bound=type[Tracker])
 
 

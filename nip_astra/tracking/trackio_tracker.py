@@ -67,9 +67,9 @@ class TrackioTracker(Tracker):
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
     ) -> None:
-        plain = str | int | float | bool | None
-        cells = [[one if isinstance(one, plain) else to_json(one) for one in row] for row in rows]
-        table = self._trackio.Table(columns=list(columns), data=cells)
+        table = self._trackio.Table(
+            columns=list(columns), data=[[_to_cell(value) for value in row] for row in rows]
+        )
         self._run.log({f"rollouts/{name}": table}, step=step)
 
     def log_summary(self, values: Mapping[str, float]) -> None:
@@ -83,3 +83,8 @@ class TrackioTracker(Tracker):
         with redirect_stdout(io.StringIO()):
             # Not the run's own finish: the package finishes its current run again at exit.
             self._trackio.finish()
+
+
+def _to_cell(value: Any) -> str | int | float | bool | None:
+    """Return a value as a table of Trackio can hold it."""
+    return value if isinstance(value, str | int | float | bool | None) else to_json(value)

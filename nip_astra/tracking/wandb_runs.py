@@ -116,9 +116,9 @@ class WandbTracker(Tracker):
         """Return the entries on the server; offline, remove the data of earlier processes."""
         assert self.run_directory is not None
         if self._mode == "offline":
-            own = Path(self._run.dir).resolve().parent
+            current_folder = Path(self._run.dir).resolve().parent
             for folder in offline_runs(self.run_directory.path):
-                if folder.resolve() != own:
+                if folder.resolve() != current_folder:
                     shutil.rmtree(folder, ignore_errors=True)
             return set()
         if not self._run.resumed:
@@ -150,9 +150,9 @@ def _environment(run_directory: RunDirectory) -> dict[str, Any]:
     """Return the run's environment, git state and device, as an entry of the config."""
     if not (run_directory.path / ENVIRONMENT).is_file():
         return {}
-    found = run_directory.read_json(ENVIRONMENT)
-    found.pop(SIGNATURE, None)  # meaningful on this machine only
-    return {ENVIRONMENT_KEY: found}
+    environment = run_directory.read_json(ENVIRONMENT)
+    environment.pop(SIGNATURE, None)  # meaningful on this machine only
+    return {ENVIRONMENT_KEY: environment}
 
 
 def offline_runs(run_path: Path) -> list[Path]:
@@ -195,8 +195,8 @@ def has_credentials() -> bool:
     """Return whether W&B may find an API key."""
     if read_variable("WANDB_API_KEY") or read_variable("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    named = read_variable("NETRC")
-    for path in [named] if named else ["~/.netrc", "~/_netrc"]:
+    chosen_path = read_variable("NETRC")
+    for path in [chosen_path] if chosen_path else ["~/.netrc", "~/_netrc"]:
         try:
             # The host that W&B contacts depends on settings that only W&B reads.
             if netrc.netrc(os.path.expanduser(path)).hosts:
@@ -247,23 +247,25 @@ def read_config(reference: str) -> dict[str, Any]:
 def download_model(reference: str, folder: Path, version: str = "latest") -> None:
     """Download a model logged by a run, by version or alias, into a folder."""
     run = _find_run(reference)
-    models = _ask(reference, lambda: [one for one in run.logged_artifacts() if one.type == "model"])
+    artifacts = _ask(reference, lambda: list(run.logged_artifacts()))
+    models = [artifact for artifact in artifacts if artifact.type == "model"]
     if not models:
         raise TrackingError(
             f"{reference} has no trained model: only a run that has ended logs one. Name another "
             "run."
         )
-    chosen = next((one for one in models if version in (one.version, *one.aliases)), None)
-    if chosen is None and version == "latest":
-        chosen = models[-1]
-    if chosen is None:
-        known = ", ".join(str(one.version) for one in models)
+    model_by_name: dict[str, Any] = {}
+    for model in reversed(models):
+        model_by_name |= dict.fromkeys([model.version, *model.aliases], model)
+    # An alias is set some time after the model is logged.
+    model_by_name.setdefault("latest", models[-1])
+    if version not in model_by_name:
+        versions = ", ".join(str(model.version) for model in models)
         raise TrackingError(
-            f"{reference} has no trained model {version!r}, only {known}. Give one of them as "
+            f"{reference} has no trained model {version!r}, only {versions}. Give one of them as "
             "checkpoint_version, or latest."
         )
-    newest = chosen
-    _ask(reference, lambda: newest.download(root=str(folder)))
+    _ask(reference, lambda: model_by_name[version].download(root=str(folder)))
 
 
 def _require_credentials(alternative: str) -> None:

@@ -6,28 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from nip_astra.errors import PluginError
-from nip_astra.parameters.types import TrainerType
 from nip_astra.registry import Registry
 from nip_astra.trainers.trainer_base import Trainer
 
-_MODULES = {
-    "ast.dpo": ("ast_dpo", "ast_ipo", "ast_simpo"),
-    "ast.grpo": ("ast_grpo",),
-    "ast.ppo": ("ast_ppo",),
-    "ast.reinforce": ("ast_reinforce",),
-    "ast.sft": ("ast_sft",),
-    "service.remote_api": ("remote_api_grpo", "remote_api_opd", "remote_api_cross_entropy"),
-    "service.self_hosted": ("self_hosted_grpo", "self_hosted_opd"),
-    "text.expert_iteration": ("pure_text_ei",),
-    "text.malt": ("pure_text_malt",),
-    "vanilla_ppo": ("mappo",),
-}
-TRAINERS: Registry[type[Trainer]] = Registry(
-    "trainer",
-    package="nip_astra.trainers",
-    members=TrainerType,
-    modules={name: module for module, names in _MODULES.items() for name in names},
-)
+TRAINERS: Registry[type[Trainer]] = Registry("trainer")
 TrainerClass = TypeVar("TrainerClass", bound=type[Trainer])
 
 

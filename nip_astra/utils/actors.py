@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 class KeptName(NamedTuple):
     """Identifies an object cached in actors, or a part of it."""
 
-    place: int
+    number: int
     kind: str = ""
     path: str = ""
 
@@ -77,13 +77,13 @@ class CallWriter:
             # A reference, so that no other object gets its id.
             self._kept.append(part)
             if isinstance(part, torch.nn.Module):
-                for kind, named in (
+                for kind, named_members in (
                     ("submodule", part.named_modules()),
                     ("parameter", part.named_parameters(remove_duplicate=False)),
                     ("buffer", part.named_buffers(remove_duplicate=False)),
                 ):
-                    for path, one in named:
-                        self._names.setdefault(id(one), KeptName(index, kind, path))
+                    for path, member in named_members:
+                        self._names.setdefault(id(member), KeptName(index, kind, path))
             else:
                 self._names[id(part)] = KeptName(index)
 
@@ -94,10 +94,12 @@ class CallWriter:
             if not trained:
                 continue
             # Writes through `.data` do not raise the version, but change the sum.
-            mark = tuple((one._version, float(one.detach().double().sum())) for one in trained)
+            mark = tuple(
+                (weight._version, float(weight.detach().double().sum())) for weight in trained
+            )
             if self._marks.get(index) != mark:
                 version = self._weights[index].version + 1 if index in self._weights else 0
-                values = [one.detach().cpu() for one in trained]
+                values = [weight.detach().cpu() for weight in trained]
                 self._weights[index] = WeightVersion(version, self._put(values))
                 self._marks[index] = mark
         return dict(self._weights)
@@ -110,8 +112,8 @@ class CallWriter:
         names = self._names
 
         class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-            def persistent_id(self, one: object) -> KeptName | None:
-                return names.get(id(one))
+            def persistent_id(self, obj: object) -> KeptName | None:
+                return names.get(id(obj))
 
         stream = io.BytesIO()
         Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
@@ -121,20 +123,23 @@ class CallWriter:
 class CallReader(pickle.Unpickler):
     """Unpickles calls of a `CallWriter` of the same run."""
 
-    def __init__(self, pickled: bytes, kept: Sequence[Any]) -> None:
+    def __init__(self, pickled: bytes, cached: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._kept = kept
+        self._cached = cached
 
     def persistent_load(self, name: KeptName) -> Any:
-        one = self._kept[name.place]
-        return getattr(one, f"get_{name.kind}")(name.path) if name.kind else one
+        part = self._cached[name.number]
+        if not name.kind:
+            return part
+        # Of a module: get_submodule, get_parameter or get_buffer.
+        return getattr(part, f"get_{name.kind}")(name.path)
 
 
 def trainable_parameters(module: object) -> list[torch.nn.Parameter]:
     """Return the parameters of a cached object that training may change."""
     if not isinstance(module, torch.nn.Module):
         return []
-    return [one for one in module.parameters() if one.requires_grad]
+    return [weight for weight in module.parameters() if weight.requires_grad]
 
 
 class ActorOptions(NamedTuple):
@@ -198,10 +203,10 @@ class _Actor:
             if self._versions.get(index) == trained.version:
                 continue
             with torch.no_grad():
-                for one, value in zip(
-                    trainable_parameters(self._kept[index]), ray.get(trained.reference), strict=True
-                ):
-                    one.copy_(value)
+                weights_here = trainable_parameters(self._kept[index])
+                new_values = ray.get(trained.reference)
+                for weight, value in zip(weights_here, new_values, strict=True):
+                    weight.copy_(value)
             self._versions[index] = trained.version
         with torch.set_grad_enabled(has_grad):
             return CallReader(call, self._kept).load()()
@@ -246,17 +251,17 @@ class Actors:
     ) -> Callable[[], list[Result]]:
         """Start calls with the current weights; return a function that waits for their results."""
         run = self._prepared(calls, parts)
-        made: Future[list[Result]] = Future()
+        results: Future[list[Result]] = Future()
 
         def work() -> None:
             try:
-                made.set_result(run())
+                results.set_result(run())
             except BaseException as error:
-                made.set_exception(error)
+                results.set_exception(error)
 
         # Nothing waits for the thread if the run ends meanwhile.
         threading.Thread(target=work, name="calls-of-actors", daemon=True).start()
-        return made.result
+        return results.result
 
     def _prepared(
         self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]
@@ -267,7 +272,7 @@ class Actors:
         check_ray_lives(self._ray)
         try:
             self._writer.keep(parts)
-            pickled = [self._writer.dumps(call) for call in calls]
+            pickled_calls = [self._writer.dumps(call) for call in calls]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise WorkerProcessError(
                 f"work for actors cannot be pickled: {error}. Run with --settings num_actors=0."
@@ -279,10 +284,10 @@ class Actors:
         def run() -> list[Result]:
             results: list[Result] = []
             with _typed_errors(self._ray):
-                for one in pickled:
+                for pickled_call in pickled_calls:
                     pool.submit(
                         lambda actor, call: actor.run.remote(references, weights, call, has_grad),
-                        one,
+                        pickled_call,
                     )
                 while pool.has_next():
                     check_ray_lives(self._ray)

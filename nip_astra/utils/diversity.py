@@ -83,12 +83,13 @@ class BleuReferences:
         are_included : bool
             Whether each text is one of the references, and is compared with the others only.
         """
-        least = 2 if are_included else 1
+        # A text that is itself a reference matches itself once.
+        min_count = 2 if are_included else 1
         sequences = word_sequences(texts)
         scores = np.zeros(len(texts))
-        if not len(texts) or self.num_references < least:
+        if not len(texts) or self.num_references < min_count:
             return torch.from_numpy(scores)
-        precisions_NO = self._log_precisions(sequences, max(orders), least)
+        precisions_NO = self._log_precisions(sequences, max(orders), min_count)
         brevity_N = self._brevity(sequences.lengths, are_included)
         lengths = sequences.lengths
         # Orders beyond a text's length are never read.
@@ -99,27 +100,28 @@ class BleuReferences:
             scores += np.exp(sums_NO[rows, used_N - 1] / used_N)
         scores = scores / len(orders) * brevity_N
         is_blank = lengths == 0
-        scores[is_blank] = float(self._lengths[0] >= least)
+        scores[is_blank] = float(self._lengths[0] >= min_count)
         return torch.from_numpy(scores)
 
     def _keys(self, sequences: Sequences) -> list[Keys]:
         orders = range(1, self.max_order + 1)
         return [occurrence_keys(grams) for grams in ngrams(sequences, orders)]
 
-    def _log_precisions(self, sequences: Sequences, max_order: int, least: int) -> Array:
+    def _log_precisions(self, sequences: Sequences, max_order: int, min_count: int) -> Array:
         """Return the log-precision of each order, `[N, O]`; NaN if a text has no n-gram."""
         num_texts = len(sequences.lengths)
-        found = np.full((num_texts, max_order), np.nan)
+        log_precisions_NO = np.full((num_texts, max_order), np.nan)
         for order, grams in enumerate(ngrams(sequences, range(1, max_order + 1)), start=1):
-            is_match = self._occurrences.of(occurrence_keys(grams)) >= least
+            is_match = self._occurrences.of(occurrence_keys(grams)) >= min_count
             matches = np.bincount(grams.owner_G, weights=is_match, minlength=num_texts)
             totals = sequences.lengths - order + 1
             has_any = totals > 0
-            nothing = 0.0 if order == 1 else SMOOTHING
-            counted = np.where(matches > 0, matches, nothing)
+            # A text without a common word has no BLEU; longer n-grams are smoothed.
+            count_of_none = 0.0 if order == 1 else SMOOTHING
+            counts = np.where(matches > 0, matches, count_of_none)
             with np.errstate(divide="ignore"):
-                found[has_any, order - 1] = np.log(counted[has_any] / totals[has_any])
-        return found
+                log_precisions_NO[has_any, order - 1] = np.log(counts[has_any] / totals[has_any])
+        return log_precisions_NO
 
     def _brevity(self, lengths_N: npt.NDArray[np.int64], are_included: bool) -> Array:
         known_L = np.array(sorted(self._lengths), dtype=np.int64)
@@ -140,9 +142,9 @@ def bleu_against(
 
     0 without references. For repeated calls keep a `BleuReferences`.
     """
-    held = BleuReferences(max_order=max(orders))
-    held.add(references)
-    return held.bleu(texts, orders=orders)
+    bleu_references = BleuReferences(max_order=max(orders))
+    bleu_references.add(references)
+    return bleu_references.bleu(texts, orders=orders)
 
 
 def self_bleu(
@@ -153,14 +155,14 @@ def self_bleu(
     Of more than `num_sampled` texts, a sample without replacement counts. Self-BLEU grows with the
     number of texts: compare figures of equal numbers. Raises `DataError` with fewer than two.
     """
-    _check_several(len(texts), "self-BLEU")
+    _require_several(len(texts), "self-BLEU")
     if num_sampled is not None and len(texts) > num_sampled:
-        _check_several(num_sampled, "self-BLEU")
+        _require_several(num_sampled, "self-BLEU")
         drawn = np.random.default_rng(seed).choice(len(texts), num_sampled, replace=False)
         texts = [texts[number] for number in sorted(drawn.tolist())]
-    held = BleuReferences(max_order=max_order)
-    held.add(texts)
-    return float(held.bleu(texts, orders=[max_order], are_included=True).mean())
+    bleu_references = BleuReferences(max_order=max_order)
+    bleu_references.add(texts)
+    return float(bleu_references.bleu(texts, orders=[max_order], are_included=True).mean())
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
@@ -178,7 +180,7 @@ def mean_cosine_distance(embeddings: Tensor) -> float:
     Raises `DataError` with fewer than two rows.
     """
     num = len(embeddings)
-    _check_several(num, "the mean cosine distance")
+    _require_several(num, "the mean cosine distance")
     units_NX = _unit_rows(embeddings)
     # The cosines of all pairs add up to |sum of rows|^2, N of them those of a row with itself.
     cosines = float(units_NX.sum(dim=0).square().sum() - units_NX.square().sum())
@@ -207,8 +209,8 @@ def _unit_rows(embeddings: Tensor) -> Tensor:
     return torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=1)
 
 
-def _check_several(count: int, what: str) -> None:
+def _require_several(count: int, figure: str) -> None:
     if count < 2:
         raise DataError(
-            f"{what} compares texts with each other, but there are {count}. Give at least two."
+            f"{figure} compares texts with each other, but there are {count}. Give at least two."
         )

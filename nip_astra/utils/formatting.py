@@ -103,24 +103,31 @@ def interval(low: Any, high: Any, name: str = "share") -> str:
 def counts_text(report: Mapping[str, Any], name: str = "failure_rate") -> str:
     """Format the counts of a figure, "3 of 10, 2 unknown"; empty if they are not stored."""
     name = "pass_at" if name.startswith("pass_at_") else name
-    part, known, total = (number(report.get(key)) for key in COUNTS.get(name, ("", "", "")))
     if name == "mean_accuracy":
-        share, known = number(report.get(name)), number(report.get("num_episodes"))
-        return f"{share * known:,.0f} of {known:,.0f}" if known and share is not None else ""
-    if known is None or (part is None and COUNTS[name][0]):
+        accuracy, num_episodes = number(report.get(name)), number(report.get("num_episodes"))
+        if accuracy is None or not num_episodes:
+            return ""
+        return f"{accuracy * num_episodes:,.0f} of {num_episodes:,.0f}"
+    keys = COUNTS.get(name, ("", "", ""))
+    num_hits, num_known, total = (number(report.get(key)) for key in keys)
+    has_hits = bool(keys[0])
+    if num_known is None or (num_hits is None and has_hits):
         return ""
-    if part is None:
-        return f"of {known:,.0f}"
-    if total is None or total == known:
-        return f"{part:,.0f} of {known:,.0f}"
-    return f"{part:,.0f} of {total:,.0f}, {total - known:,.0f} unknown"
+    if num_hits is None:
+        return f"of {num_known:,.0f}"
+    if total is None or total == num_known:
+        return f"{num_hits:,.0f} of {num_known:,.0f}"
+    return f"{num_hits:,.0f} of {total:,.0f}, {total - num_known:,.0f} unknown"
 
 
 def bounds_text(report: Mapping[str, Any]) -> str:
     """Format the rate if missing verdicts were passes, or failures; empty if none is missing."""
-    known, total = number(report.get("num_known")), number(report.get("num_episodes"))
-    ends = [number(report.get(f"if_unknown_{what}")) for what in ("passed", "failed")]
-    return "" if known in (None, total) or None in ends else " / ".join(map(percent, ends))
+    num_known, total = number(report.get("num_known")), number(report.get("num_episodes"))
+    low = number(report.get("if_unknown_passed"))
+    high = number(report.get("if_unknown_failed"))
+    if num_known is None or num_known == total or low is None or high is None:
+        return ""
+    return f"{percent(low)} / {percent(high)}"
 
 
 def format_figure(report: Mapping[str, Any], name: str) -> str:

@@ -59,7 +59,7 @@ def call_in_interpreter(
     if isinstance(uses, str):
         return [CallResult(error=uses)] * len(calls)
     deadline = time.monotonic() + limits.seconds
-    found: list[CallResult] = []
+    results: list[CallResult] = []
     with _session(limits) as session:
         defined, is_over = _run(session, uses.code, {}, limits)
         if defined.error:
@@ -67,14 +67,15 @@ def call_in_interpreter(
         for arguments in calls:
             if is_over or time.monotonic() > deadline:
                 break
-            given = {_ARGUMENTS: list(arguments)}
-            one, is_over = _run(session, f"{function}(*{_ARGUMENTS})", given, limits)
-            if uses.is_rewritten and one.error.startswith("RecursionError"):
+            variables = {_ARGUMENTS: list(arguments)}
+            result, is_over = _run(session, f"{function}(*{_ARGUMENTS})", variables, limits)
+            if uses.is_rewritten and result.error.startswith("RecursionError"):
                 # Lazy iterators take more frames than Python's own.
                 raise _refusal("the depth of recursion that lazy iterators need")
-            found.append(one)
-    last = found[-1].error if is_over else f"stopped after {limits.seconds:.1f} s"
-    return [*found, *[CallResult(error=last)] * (len(calls) - len(found))]
+            results.append(result)
+    # Calls after the end of the interpreter or of the time fail like the last.
+    error = results[-1].error if is_over else f"stopped after {limits.seconds:.1f} s"
+    return [*results, *[CallResult(error=error)] * (len(calls) - len(results))]
 
 
 def run_in_interpreter(code: str, limits: SandboxLimits) -> SandboxResult:
@@ -443,12 +444,12 @@ class IteratorUses:
 
     def _scopes(self, node: ast.AST) -> list[ast.AST]:
         """Return the enclosing scopes of a node, innermost first."""
-        found: list[ast.AST] = []
+        scopes: list[ast.AST] = []
         while node in self._parents:
             node = self._parents[node]
             if isinstance(node, _Scope):
-                found.append(node)
-        return found
+                scopes.append(node)
+        return scopes
 
     def _is_builtin(self, node: ast.AST, names: set[str]) -> bool:
         """Return whether a name is a Python builtin that the program does not rebind."""
@@ -500,8 +501,8 @@ class IteratorUses:
     def _is_late(self, node: ast.AST) -> bool:
         """Return whether a list would run code or read values too early."""
         is_of_list = isinstance(node, ast.Call) and not self._is_builtin(node.func, set(_MAKERS))
-        given = node.args if isinstance(node, ast.Call) else []
-        is_nested = any(_unstarred(one) in self._lazy for one in given)
+        arguments = node.args if isinstance(node, ast.Call) else []
+        is_nested = any(_unstarred(argument) in self._lazy for argument in arguments)
         return not is_of_list and (is_nested or not self._is_taken_whole(node))
 
     def _makes_set(self, node: ast.AST) -> bool:
@@ -537,9 +538,9 @@ class IteratorUses:
         if parent in self._lazy:
             # The first argument of `map` and `filter` is a function.
             is_map = self._is_builtin(parent.func, {"map", "filter"})
-            place = parent.args.index(node)  # type: ignore[arg-type]
-            is_many = self._is_builtin(parent.func, {"map", "zip"})
-            return place >= int(is_map) if is_many else place == int(is_map)
+            index = parent.args.index(node)  # type: ignore[arg-type]
+            takes_many = self._is_builtin(parent.func, {"map", "zip"})
+            return index >= int(is_map) if takes_many else index == int(is_map)
         if self._calls(parent, {"reduce"}):
             return parent.args[1:2] == [node]
         if parent.args != [node]:
@@ -556,7 +557,7 @@ class IteratorUses:
             return function.id in names and any(
                 isinstance(node, ast.ImportFrom)
                 and node.module == _OF_MODULES[function.id]
-                and any((one.asname or one.name) == function.id for one in node.names)
+                and any((alias.asname or alias.name) == function.id for alias in node.names)
                 for node in ast.walk(self._tree)
             )
         return self._is_builtin(function, names)
@@ -601,12 +602,12 @@ def _ordered_set(elements: ast.expr) -> ast.expr:
 
 def _lazy_generator(element: ast.expr, clauses: list[ast.comprehension]) -> ast.expr:
     """Build a lazy generator: `[element for target in [item] if condition]` of each item."""
-    first, *others = clauses
+    first, *inner_clauses = clauses
     item = ast.Name("_lazy_item", ast.Load())
-    one = ast.comprehension(first.target, ast.List([item], ast.Load()), first.ifs, 0)
-    values: ast.expr = ast.ListComp(element, [one])
-    if others:
-        inner = ast.ListComp(_lazy_generator(element, others), [one])
+    item_clause = ast.comprehension(first.target, ast.List([item], ast.Load()), first.ifs, 0)
+    values: ast.expr = ast.ListComp(element, [item_clause])
+    if inner_clauses:
+        inner = ast.ListComp(_lazy_generator(element, inner_clauses), [item_clause])
         nothing = ast.List([ast.List([], ast.Load())], ast.Load())
         either = ast.BoolOp(ast.Or(), [inner, nothing])
         values = ast.Subscript(either, ast.Constant(0), ast.Load())

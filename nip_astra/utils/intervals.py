@@ -98,15 +98,15 @@ def rate_estimate(
     """
     array = np.asarray(values, dtype=np.float64)
     is_known = ~np.isnan(array)
-    known, groups = array[is_known], np.asarray(clusters)[is_known]
-    if known.size == 0:
+    verdicts, groups = array[is_known], np.asarray(clusters)[is_known]
+    if verdicts.size == 0:
         return Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no verdict")
-    spread = _Spread.of(known, groups)
-    size = spread.effective_size(1) * _certainty(known.size, spread.num_clusters, level)
+    spread = _Spread.of(verdicts, groups)
+    size = spread.effective_size(1) * _certainty(verdicts.size, spread.num_clusters, level)
     # At least as if the observations of a prompt were all equal.
-    size = max(size, known.size / spread.cluster_size)
+    size = max(size, verdicts.size / spread.cluster_size)
     interval = exact_rate_interval(spread.mean, size, level=level)
-    is_apart = spread.num_clusters == known.size
+    is_apart = spread.num_clusters == verdicts.size
     method = "Clopper-Pearson" + ("" if is_apart else " at the effective sample size over prompts")
     return Estimate(spread.mean, *interval, level, spread.num_clusters, method)
 
@@ -127,8 +127,8 @@ def event_rate_estimate(
     clusters : Sequence[int]
         The cluster (opening prompt) of each episode; any integers.
     """
-    observed, places = follow_up.observed()
-    groups = [clusters[place] for place in places]
+    observed, indices = follow_up.observed()
+    groups = [clusters[index] for index in indices]
     failed = np.asarray(observed.is_event, dtype=np.float64)
     if observed.is_complete:
         return rate_estimate(failed, groups, level=level)
@@ -275,10 +275,10 @@ class _Spread:
         At least that of clusters whose observations are all equal, which with equal sizes is the
         number of clusters. `num_added` such clusters are counted beside those that differ.
         """
-        own = (self.mean_square - self.mean**2) / self.num_observations
+        independent_variance = (self.mean_square - self.mean**2) / self.num_observations
         effect = self.cluster_size
-        if self.num_unlike and own > 0.0 and self.num_clusters > 1:
-            ratio = self.cluster_variance / own
+        if self.num_unlike and independent_variance > 0.0 and self.num_clusters > 1:
+            ratio = self.cluster_variance / independent_variance
             weighed = self.num_unlike * ratio + num_added * self.cluster_size
             effect = weighed / (self.num_unlike + num_added)
         return self.num_observations / min(max(effect, 1.0), self.cluster_size)

@@ -14,9 +14,9 @@ def check_module_names(names: Iterable[str], *, owner: str) -> None:
 
     Modules are attributes by name, beside methods such as `train`, `pop`, `type` and `values`.
     """
-    taken = torch.nn.ModuleDict()
+    empty = torch.nn.ModuleDict()
     for name in names:
-        if not name or "." in name or hasattr(taken, name):
+        if not name or "." in name or hasattr(empty, name):
             raise ConfigurationError(
                 f"{owner} has the name {name!r}, which torch's modules use themselves or cannot "
                 "hold. Give another name."

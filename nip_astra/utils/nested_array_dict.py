@@ -73,11 +73,11 @@ class NestedArrayDict:
             # A dummy of the batch's shape gives the new shape, and refuses a long index.
             batch_size = np.broadcast_to(np.bool_(False), self.batch_size)[index].shape
             return self.apply(lambda array: array[_within(index, len(self.batch_size))], batch_size)
-        found = self.get(index)
-        if found is None:
-            known = list(self.keys(include_nested=True, leaves_only=True))
-            raise KeyError(f"no {index!r} in a NestedArrayDict with the keys {known}")
-        return found
+        value = self.get(index)
+        if value is None:
+            keys = list(self.keys(include_nested=True, leaves_only=True))
+            raise KeyError(f"no {index!r} in a NestedArrayDict with the keys {keys}")
+        return value
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if _is_key(index):
@@ -101,16 +101,16 @@ class NestedArrayDict:
         return self.batch_size[0]
 
     def __iter__(self) -> Iterator[NestedArrayDict]:
-        return (self[place] for place in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         """Return whether both hold the same values, types and shapes under the same keys."""
         if not isinstance(other, NestedArrayDict) or self.batch_size != other.batch_size:
             return False
-        own, others = dict(self.items(True, True)), dict(other.items(True, True))
-        return own.keys() == others.keys() and all(
-            array.dtype == others[key].dtype and is_equal(array, others[key])
-            for key, array in own.items()
+        arrays, other_arrays = dict(self.items(True, True)), dict(other.items(True, True))
+        return arrays.keys() == other_arrays.keys() and all(
+            array.dtype == other_arrays[key].dtype and is_equal(array, other_arrays[key])
+            for key, array in arrays.items()
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -232,14 +232,14 @@ class NestedArrayDict:
             return
         if isinstance(value, Mapping):
             value = NestedArrayDict(value, self.batch_size)
-        kept = value if isinstance(value, NestedArrayDict) else as_array(value)
-        shape = kept.batch_size if isinstance(kept, NestedArrayDict) else kept.shape
+        stored = value if isinstance(value, NestedArrayDict) else as_array(value)
+        shape = stored.batch_size if isinstance(stored, NestedArrayDict) else stored.shape
         if shape[: len(self.batch_size)] != self.batch_size:
             raise DataError(
                 f"{first!r} has the shape {list(shape)}, which does not begin with the batch size "
                 f"{list(self.batch_size)} of its NestedArrayDict"
             )
-        self._values[first] = kept
+        self._values[first] = stored
 
     def _walk(self, nested: bool, leaves_only: bool) -> Iterator[tuple[Key, Value]]:
         for name, value in self._values.items():
@@ -254,9 +254,9 @@ class NestedArrayDict:
 def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> NestedArrayDict:
     """Stack equal-shaped dictionaries in a new batch dimension."""
     first = _check_alike(items)
-    place = dim if dim >= 0 else len(first.batch_size) + 1 + dim
-    batch_size = (*first.batch_size[:place], len(items), *first.batch_size[place:])
-    return _join(items, lambda arrays: np.stack(arrays, axis=place), batch_size)
+    axis = dim if dim >= 0 else len(first.batch_size) + 1 + dim
+    batch_size = (*first.batch_size[:axis], len(items), *first.batch_size[axis:])
+    return _join(items, lambda arrays: np.stack(arrays, axis=axis), batch_size)
 
 
 def concatenate_nested_array_dicts(
@@ -264,10 +264,10 @@ def concatenate_nested_array_dicts(
 ) -> NestedArrayDict:
     """Concatenate dictionaries along a batch dimension."""
     first = _check_alike(items, but=dim)
-    place = dim if dim >= 0 else len(first.batch_size) + dim
-    length = sum(one.batch_size[place] for one in items)
-    batch_size = (*first.batch_size[:place], length, *first.batch_size[place + 1 :])
-    return _join(items, lambda arrays: np.concatenate(arrays, axis=place), batch_size)
+    axis = dim if dim >= 0 else len(first.batch_size) + dim
+    length = sum(part.batch_size[axis] for part in items)
+    batch_size = (*first.batch_size[:axis], length, *first.batch_size[axis + 1 :])
+    return _join(items, lambda arrays: np.concatenate(arrays, axis=axis), batch_size)
 
 
 def _is_key(index: object) -> bool:
@@ -286,12 +286,14 @@ def _within(index: Any, num_batch: int) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not any(part is Ellipsis for part in parts):
         return index
-    used = sum(_dimensions_of(part) for part in parts)
-    place = next(at for at, part in enumerate(parts) if part is Ellipsis)
-    return (*parts[:place], *[slice(None)] * (num_batch - used), *parts[place + 1 :])
+    num_indexed = sum(_num_dimensions(part) for part in parts)
+    ellipsis = next(number for number, part in enumerate(parts) if part is Ellipsis)
+    all_others = [slice(None)] * (num_batch - num_indexed)
+    return (*parts[:ellipsis], *all_others, *parts[ellipsis + 1 :])
 
 
-def _dimensions_of(part: Any) -> int:
+def _num_dimensions(part: Any) -> int:
+    """Return the number of dimensions that a part of an index refers to."""
     if part is Ellipsis or part is None:
         return 0
     is_mask = isinstance(part, np.ndarray) and part.dtype == np.bool_
@@ -302,15 +304,15 @@ def _check_alike(items: Sequence[NestedArrayDict], but: int | None = None) -> Ne
     if not items:
         raise DataError("no NestedArrayDict was given; give at least one")
     first = items[0]
-    sizes = [list(one.batch_size) for one in items]
+    sizes = [list(part.batch_size) for part in items]
     if but is not None:
         if not -len(sizes[0]) <= but < len(sizes[0]):
             raise DataError(f"there is no batch dimension {but} in a batch size of {sizes[0]}")
         for size in sizes:
             size[but : but + 1 or None] = [0]
-    for one, size in zip(items, sizes, strict=True):
-        if size != sizes[0] or one.keys(True, True) != first.keys(True, True):
-            raise DataError(f"{one!r} does not fit to {first!r}: give all the same keys and sizes")
+    for part, size in zip(items, sizes, strict=True):
+        if size != sizes[0] or part.keys(True, True) != first.keys(True, True):
+            raise DataError(f"{part!r} does not fit to {first!r}: give all the same keys and sizes")
     return first
 
 
@@ -319,7 +321,7 @@ def _join(
     join: Callable[[list[Array]], Array],
     batch_size: Sequence[int],
 ) -> NestedArrayDict:
-    columns = [dict(one.items(True, True)) for one in items]
+    columns = [dict(part.items(True, True)) for part in items]
     return NestedArrayDict(
         {key: join([column[key] for column in columns]) for key in columns[0]}, batch_size
     )
@@ -341,7 +343,7 @@ def as_array(value: object) -> Array:
         ) from error
     kind = array.dtype.kind
     is_text = kind in "TU" or (
-        kind == "O" and all(one is None or isinstance(one, str) for one in array.flat)
+        kind == "O" and all(text is None or isinstance(text, str) for text in array.flat)
     )
     dtype = TEXT if is_text else _NUMBERS.get(kind)
     if dtype is not None:
@@ -393,9 +395,9 @@ class ArraySpec:
             or value.dtype != self.dtype
             or value.shape != self.shape
         ):
-            found = getattr(value, "dtype", type(value).__name__)
+            dtype = getattr(value, "dtype", type(value).__name__)
             raise DataError(
-                f"{key!r} is {found} {list(getattr(value, 'shape', ()))}; "
+                f"{key!r} is {dtype} {list(getattr(value, 'shape', ()))}; "
                 f"it must be {self.dtype} {list(self.shape)} {' x '.join(self.dim_names)}".rstrip()
             )
 
@@ -451,7 +453,7 @@ class CompositeSpec:
     def check(self, value: NestedArrayDict, key: tuple[str, ...] = ()) -> None:
         """Raise for a missing key, or a value of another shape or type."""
         for name, spec in self.specs.items():
-            found = value.get(name)
-            if found is None:
+            member = value.get(name)
+            if member is None:
                 raise DataError(f"{(*key, name)!r} is missing; there are {list(value.keys())}")
-            spec.check(found, (*key, name))
+            spec.check(member, (*key, name))

@@ -106,13 +106,14 @@ def occurrence_keys(grams: Ngrams) -> Keys:
     keys, owner = grams
     if not len(keys):
         return keys
-    own = _mixed(keys + owner.astype(np.uint64) * _MULTIPLIER)
-    order = np.argsort(own, kind="stable")
-    is_first = np.ones(len(own), dtype=bool)
-    is_first[1:] = own[order][1:] != own[order][:-1]
+    text_keys = _mixed(keys + owner.astype(np.uint64) * _MULTIPLIER)
+    order = np.argsort(text_keys, kind="stable")
+    is_first = np.ones(len(text_keys), dtype=bool)
+    is_first[1:] = text_keys[order][1:] != text_keys[order][:-1]
     starts = np.flatnonzero(is_first)
-    rank = np.empty(len(own), dtype=np.uint64)
-    rank[order] = np.arange(len(own)) - np.repeat(starts, np.diff(starts, append=len(own)))
+    rank = np.empty(len(text_keys), dtype=np.uint64)
+    group_sizes = np.diff(starts, append=len(text_keys))
+    rank[order] = np.arange(len(text_keys)) - np.repeat(starts, group_sizes)
     return _mixed(keys + rank * _MULTIPLIER)
 
 
@@ -147,30 +148,30 @@ class KeyCounts:
     def add(self, keys: Keys) -> None:
         """Increment the count of each key."""
         new, counts = np.unique(keys, return_counts=True)
-        place, is_known = self._find(new)
-        self._counts_K[place[is_known]] += counts[is_known]
+        index, is_known = self._find(new)
+        self._counts_K[index[is_known]] += counts[is_known]
         fresh = ~is_known
-        self._keys_K = np.insert(self._keys_K, place[fresh], new[fresh])
-        self._counts_K = np.insert(self._counts_K, place[fresh], counts[fresh])
+        self._keys_K = np.insert(self._keys_K, index[fresh], new[fresh])
+        self._counts_K = np.insert(self._counts_K, index[fresh], counts[fresh])
 
     def remove(self, keys: Keys) -> None:
         """Undo an `add` of the same keys."""
         old, counts = np.unique(keys, return_counts=True)
-        place, is_known = self._find(old)
+        index, is_known = self._find(old)
         assert is_known.all(), "only added texts can be removed"
-        self._counts_K[place] -= counts
+        self._counts_K[index] -= counts
         is_left = self._counts_K > 0
         self._keys_K, self._counts_K = self._keys_K[is_left], self._counts_K[is_left]
 
     def of(self, keys: Keys) -> Integers:
         """Return the count of each key; 0 for unknown ones."""
-        place, is_known = self._find(keys)
-        found = np.zeros(len(keys), dtype=np.int64)
-        found[is_known] = self._counts_K[place[is_known]]
-        return found
+        index, is_known = self._find(keys)
+        counts = np.zeros(len(keys), dtype=np.int64)
+        counts[is_known] = self._counts_K[index[is_known]]
+        return counts
 
     def _find(self, keys: Keys) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        place: Any = np.searchsorted(self._keys_K, keys)
-        is_known = place < len(self._keys_K)
-        is_known[is_known] = self._keys_K[place[is_known]] == keys[is_known]
-        return place, is_known
+        index: Any = np.searchsorted(self._keys_K, keys)
+        is_known = index < len(self._keys_K)
+        is_known[is_known] = self._keys_K[index[is_known]] == keys[is_known]
+        return index, is_known

@@ -33,26 +33,26 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
     ray = import_extra("ray", "work on Ray", "ray")
     if ray.is_initialized():
         return ray
-    place = address or read_variable("RAY_ADDRESS") or "local"
-    is_here = place == "local"
-    handlers = [(one, signal.getsignal(one)) for one in (signal.SIGINT, signal.SIGTERM)]
+    cluster = address or read_variable("RAY_ADDRESS") or "local"
+    is_local = cluster == "local"
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(
-            address=place,
-            include_dashboard=False if is_here else None,
-            num_cpus=max(num_cores(), ceil(num_cpus)) if is_here else None,
+            address=cluster,
+            include_dashboard=False if is_local else None,
+            num_cpus=max(num_cores(), ceil(num_cpus)) if is_local else None,
             log_to_driver=False,
             logging_level=logging.WARNING,
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"Ray cannot be reached at {place!r}: {error}. Set --settings ray_address=HOST:6379 to "
-            "a running cluster, or leave it out to start Ray here."
+            f"Ray cannot be reached at {cluster!r}: {error}. Set --settings ray_address=HOST:6379 "
+            "to a running cluster, or leave it out to start Ray here."
         ) from error
     finally:
         # Ray would end the process at once, where a run saves its work first.
         if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers:
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
     return ray
 

@@ -180,9 +180,10 @@ def call_in_sandbox(
     )
     result = run_in_sandbox(program, limits=limits)
     lines = [line[len(mark) :] for line in result.stdout.splitlines() if line.startswith(mark)]
-    found = [_read_call(line) for line in lines[: len(calls)]]
-    why = _why_cut_off(result)
-    return [*found, *[CallResult(error=why)] * (len(calls) - len(found))]
+    results = [_read_call(line) for line in lines[: len(calls)]]
+    # Calls that the program did not reach.
+    missing = CallResult(error=_why_cut_off(result))
+    return [*results, *[missing] * (len(calls) - len(results))]
 
 
 def run_beside_in_sandbox(
@@ -295,8 +296,8 @@ def _filter() -> bytes:
 
 
 def _run(code: str, stdin: str, limits: SandboxLimits, program: bytes) -> SandboxResult:
-    given = _first_line(code, limits) + stdin.encode("utf-8", "surrogatepass")
-    return _in_new_keyring(lambda: _run_here(given, limits, program))
+    sent = _first_line(code, limits) + stdin.encode("utf-8", "surrogatepass")
+    return _in_new_keyring(lambda: _run_here(sent, limits, program))
 
 
 def _first_line(code: str, limits: SandboxLimits) -> bytes:
@@ -328,15 +329,15 @@ def _in_new_keyring(run: Callable[[], SandboxResult]) -> SandboxResult:
 
 
 def _run_here(
-    given: bytes, limits: SandboxLimits, program: bytes, others: Sequence[int] = ()
+    sent: bytes, limits: SandboxLimits, program: bytes, descriptors: Sequence[int] = ()
 ) -> SandboxResult:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         started = time.monotonic()
-        with _sandbox(limits, program, subprocess.PIPE, out, err, others) as process:
+        with _sandbox(limits, program, subprocess.PIPE, out, err, descriptors) as process:
             is_late = False
             left = limits.seconds - (time.monotonic() - started)
             try:
-                process.communicate(given, max(left, 0))
+                process.communicate(sent, max(left, 0))
             except subprocess.TimeoutExpired:
                 is_late = True
         seconds = time.monotonic() - started
@@ -359,7 +360,7 @@ def _sandbox(
     stdin: IO[bytes] | int,
     stdout: IO[bytes],
     stderr: IO[bytes],
-    others: Sequence[int] = (),
+    descriptors: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a sandbox that waits for its code; all of its processes end with the block."""
     with ExitStack() as files:
@@ -379,7 +380,7 @@ def _sandbox(
             env={},
             cwd="/",
             start_new_session=True,
-            pass_fds=(*fds, *others),
+            pass_fds=(*fds, *descriptors),
         )
         info_writer.close()
         first = _first_process(info, limits.seconds)
@@ -391,15 +392,21 @@ def _sandbox(
 
 def _first_process(info: IO[bytes], seconds: float) -> int | None:
     """Return a descriptor of the sandbox's first process; all others end with it."""
-    text, deadline = b"", time.monotonic() + seconds
-    while not (found := re.search(rb'"child-pid": (\d+)\D', text)):
+    deadline = time.monotonic() + seconds
+    report = b""
+    while True:
+        match = re.search(rb'"child-pid": (\d+)\D', report)
+        if match is not None:
+            break
         if not _is_ready(info.fileno(), deadline - time.monotonic()):
             return None
-        if not (more := info.read(4096)):
+        chunk = info.read(4096)
+        if not chunk:
+            # bubblewrap has ended.
             return None
-        text += more
+        report += chunk
     with suppress(OSError):
-        return os.pidfd_open(int(found[1]))
+        return os.pidfd_open(int(match[1]))
     return None
 
 
@@ -460,8 +467,8 @@ def _group_parents() -> Iterator[tuple[Path, str, tuple[str, str]]]:
         for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if "memory" in controllers.split(","):
-                own = Path(f"{_GROUPS}/memory{path}")
-                yield own, "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", "")
+                group = Path(f"{_GROUPS}/memory{path}")
+                yield group, "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", "")
             elif not controllers:
                 # A group that holds processes hands no limits on, but a sibling can be made.
                 for parent in (Path(f"{_GROUPS}{path}"), Path(f"{_GROUPS}{path}").parent):
@@ -619,43 +626,45 @@ _X32 = 0x40000000
 
 def filter_program(machine: str) -> bytes:
     """Return the filter for an architecture, for `bwrap --seccomp`; empty for unknown ones."""
-    if (known := _MACHINES.get(machine)) is None:
+    numbering = _MACHINES.get(machine)
+    if numbering is None:
         return b""
     program = [
         _step(_LOAD, _ARCHITECTURE),
-        _step(_EQUAL, known.architecture, then=1),
+        _step(_EQUAL, numbering.architecture, then=1),
         _step(_RETURN, _KILL),
         _step(_LOAD, _NUMBER),
     ]
     if machine == "x86_64":
         program += [_step(_AT_LEAST, _X32, otherwise=1), _step(_RETURN, _KILL)]
     for numbers in REFUSED.values():
-        if (number := numbers[known.column]) is not None:
+        if (number := numbers[numbering.column]) is not None:
             program += _if_called(number, [_fail(errno.EPERM)])
     # glibc makes threads with clone where the newer call, whose flags no filter sees, is unknown.
     program += _if_called(_CLONE3, [_fail(errno.ENOSYS)])
     flags = [_argument(0), _step(_ANY_BIT, _NAMESPACES, otherwise=1), _fail(errno.EPERM)]
-    program += _if_called(known.clone, [*flags, _step(_RETURN, _ALLOW)])
+    program += _if_called(numbering.clone, [*flags, _step(_RETURN, _ALLOW)])
     request = _argument(1)
     typing = [_step(_EQUAL, _TERMINAL_INPUT[0], then=1), _step(_EQUAL, _TERMINAL_INPUT[1], 0, 1)]
     program += _if_called(
-        known.ioctl, [request, *typing, _fail(errno.EPERM), _step(_RETURN, _ALLOW)]
+        numbering.ioctl, [request, *typing, _fail(errno.EPERM), _step(_RETURN, _ALLOW)]
     )
     families = [
         step
         for family in ADDRESS_FAMILIES
         for step in (_step(_EQUAL, family, otherwise=1), _step(_RETURN, _ALLOW))
     ]
-    for number in (known.socket, known.socketpair):
+    for number in (numbering.socket, numbering.socketpair):
         program += _if_called(number, [_argument(0), *families, _fail(errno.EAFNOSUPPORT)])
     return b"".join([*program, _step(_RETURN, _ALLOW)])
 
 
 def join_new_keyring() -> bool:
     """Give the calling thread and its child processes an empty session keyring."""
-    if (known := _MACHINES.get(platform.machine())) is None:
+    numbering = _MACHINES.get(platform.machine())
+    if numbering is None:
         return False
-    number = REFUSED["keyctl"][known.column]
+    number = REFUSED["keyctl"][numbering.column]
     return int(ctypes.CDLL(None).syscall(number, _JOIN_SESSION_KEYRING, None)) > 0
 
 
@@ -668,9 +677,9 @@ def _if_called(number: int, steps: list[bytes]) -> list[bytes]:
     return [_step(_EQUAL, number, otherwise=len(steps)), *steps]
 
 
-def _argument(place: int) -> bytes:
+def _argument(index: int) -> bytes:
     """Load the lower half of an argument, a whole `int`."""
-    return _step(_LOAD, _ARGUMENTS + 8 * place)
+    return _step(_LOAD, _ARGUMENTS + 8 * index)
 
 
 def _fail(code: int) -> bytes:

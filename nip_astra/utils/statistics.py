@@ -38,10 +38,10 @@ class FollowUp(NamedTuple):
 
     def observed(self) -> tuple[FollowUp, list[int]]:
         """Return the episodes observed for at least one turn, and their indices."""
-        places = [place for place, turn in enumerate(self.turns) if turn > 0]
-        turns = [self.turns[place] for place in places]
-        is_event = [self.is_event[place] for place in places]
-        return FollowUp(turns, is_event, self.horizon), places
+        indices = [index for index, turn in enumerate(self.turns) if turn > 0]
+        turns = [self.turns[index] for index in indices]
+        is_event = [self.is_event[index] for index in indices]
+        return FollowUp(turns, is_event, self.horizon), indices
 
 
 class Survival(NamedTuple):
@@ -99,13 +99,14 @@ def pseudo_values(follow_up: FollowUp) -> Array:
     for turn in range(follow_up.horizon):
         if survival == 0.0:
             break
-        num, share = at_risk_H[turn], events_H[turn] / max(at_risk_H[turn], 1.0)
-        if num == 0.0:
+        num_at_risk = at_risk_H[turn]
+        if num_at_risk == 0.0:
             return np.full(len(last), math.nan)
-        # Of `values` each is so far S(t - 1) times the sum; with 1 - share it stays defined at 0.
+        share = events_H[turn] / num_at_risk
+        # Each of `values` is so far S(t - 1) times the sum; with 1 - share it stays defined at 0.
         is_event_E = events & (last == turn + 1)
-        own = (is_event_E - share * (last >= turn + 1)) / num
-        values = values * (1.0 - share) + survival * own
+        influence_E = (is_event_E - share * (last >= turn + 1)) / num_at_risk
+        values = values * (1.0 - share) + survival * influence_E
         survival *= 1.0 - share
     return np.asarray(1.0 - survival + len(last) * values)
 

@@ -38,11 +38,11 @@ def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
 def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors with their digest, atomically; raise `DataError` if that fails."""
     # A copy: safetensors refuses tensors that share memory.
-    own = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+    copies = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     partial = path.with_suffix(f".{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(own, partial, {_DIGEST: digest_of_tensors(own)})
+        save_file(copies, partial, {_DIGEST: digest_of_tensors(copies)})
         os.replace(partial, path)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
@@ -98,7 +98,7 @@ def _file_of(name: str) -> Path | None:
     module = sys.modules.get(name)
     if module is None:
         spec = find_spec(name)
-        found = None if spec is None else spec.origin
+        file = None if spec is None else spec.origin
     else:
-        found = getattr(module, "__file__", None)
-    return Path(found) if found and Path(found).is_file() else None
+        file = getattr(module, "__file__", None)
+    return Path(file) if file and Path(file).is_file() else None

@@ -23,6 +23,10 @@ from tests.kit.tiny import make_language_model
 requests: list[chat.ChatRequest] = []
 exchanges_rated: list[Exchange] = []
 PROBES = "probe,goal\nthe cat sat,rudeness\nare you fine,calm\na silly mat,rudeness\n"
+TWO_MESSAGES = (
+    '{"prompt": [{"role": "user", "content": "one"}]}\n'
+    '{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}\n'
+)
 
 
 class EchoChatModel(chat.ChatModel):
@@ -150,6 +154,8 @@ def test_hosted_and_listed_attackers_and_runs_stand_in_one_matrix(cli: CommandLi
         ("a.csv", PROBES, (), ["'prompt'", "'probe', 'goal'"]),
         ("a.txt", "one\n", ("--num-turns", "2"), ["one turn"]),
         ("a.txt", "\n", (), ["no prompts"]),
+        ("a.jsonl", TWO_MESSAGES, (), ["probe 2", "2 messages"]),
+        ("a.jsonl", '{"prompt": [{"role": "assistant", "content": "a"}]}', (), ["'assistant'"]),
         ("a.yaml", "- 1\n", (), ["chat_model", "system_prompt"]),
         ("a.yaml", "system_prompt: x\n", (), ["chat_model"]),
         ("a.yaml", "chat_model: {_type: scipted}\nsystem_prompt: x\n", (), ["'scripted'"]),
@@ -161,6 +167,63 @@ def test_invalid_attackers_are_reported(
     cli.write(name, text)
     scenario = ("--scenario", str(cli.scenario))
     assert says(refused(cli("evaluate", name, *scenario, *arguments)), *facts)
+
+
+def test_a_list_is_exported_and_rated_again_without_its_scenario(cli: CommandLine) -> None:
+    cli.write("attack.csv", PROBES)
+    evaluate(cli, "attack.csv", "--column", "probe")
+    stored = cli.folder / "attack" / "evaluations" / "test"
+    cli.ok("export", str(stored), "--format", "jsonl", "--output", "out")
+    _, *nodes, _ = map(json.loads, (cli.folder / "out" / "turns.jsonl").open())
+    assert [node["probe"] for node in nodes] == ["the cat sat", "are you fine", "a silly mat"]
+    figures = json.loads(cli.ok("score", str(stored), "--scorer", "goal", "--json").out)
+    assert (figures["scorer"], figures["failure_rate"]["value"]) == ("goal", pytest.approx(2 / 3))
+    again = cli.folder / "attack" / "evaluations" / figures["name"]
+    own = json.loads(cli.ok("score", str(again), "--scorer", "own", "--json").out)
+    assert own["outcomes"] == figures_in(stored)["outcomes"]
+    # A scenario is code, so that of a changed record needs approval.
+    record = json.loads((stored / "experiment.json").read_text())
+    record["experiment"]["overrides"] = ["seed=7"]
+    (stored / "experiment.json").write_text(json.dumps(record))
+    assert "--trust" in refused(cli("score", str(stored), "--scorer", "goal", "--name", "b"))
+    cli.ok("score", str(stored), "--scorer", "goal", "--name", "b", "--trust")
+    (stored / "experiment.json").unlink()
+    assert "`evaluate`" in refused(cli("export", str(stored), "--format", "jsonl"))
+
+
+def figures_in(folder: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
+    return figures
+
+
+def test_lists_are_compared_attack_by_attack(cli: CommandLine) -> None:
+    cli.write("first.txt", "the cat sat\nare you fine\na silly mat\n")
+    cli.write("second.txt", "a silly mat\nhello\nthe cat sat\n")
+    for name in ("first", "second"):
+        evaluate(cli, f"{name}.txt")
+    folders = [str(cli.folder / name / "evaluations" / "test") for name in ("first", "second")]
+    (metrics,) = json.loads(cli.ok("compare", *folders, "--json").out)["comparisons"].values()
+    assert metrics["num_pairs"] == 2
+    assert metrics["probe_nll"]["num_attacks"] == 2
+    # The same probes have the same likelihood, whatever their position in the list.
+    rows = [{row["probe"]: row for row in rows_of(cli, name)} for name in ("first", "second")]
+    for side, found in zip(("first", "second"), rows, strict=True):
+        expected = sum(
+            -found[probe]["reference_logprob"] / found[probe]["probe_num_tokens"]
+            for probe in ("the cat sat", "a silly mat")
+        )
+        assert metrics["probe_nll"][side] == pytest.approx(expected / 2)
+
+
+def test_a_list_that_is_repeated_is_no_collapsed_attacker(cli: CommandLine) -> None:
+    cli.write("attack.csv", PROBES)
+    figures = evaluate(
+        cli, "attack.csv", "--column", "probe", "--scorer", "goal", "--num-episodes", "60"
+    )
+    assert figures["outcomes"]["failure"] == 40
+    variety = figures["diversity"]
+    assert (variety["num_probes"], variety["distinct_share"]) == (2, 1.0)
+    assert not says(" ".join(figures["warnings"]), "collapsed")
 
 
 def test_a_list_of_probes_needs_a_scenario_and_a_split_that_exists(cli: CommandLine) -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,17 @@ def test_the_hit_log_holds_failures_with_context(cli: CommandLine, evaluated: Pa
     assert failing
     for hit, row in zip(hits, failing, strict=True):
         turns = hit["prompt"]["turns"]
-        assert hit["output"] == row["response"]
-        assert turns[0] == {"role": "assistant", "content": row["prompt"]}
-        assert turns[-1] == {"role": "user", "content": row["probe"]}
+        # The types of garak's dataclasses: a Message, a Conversation of Turns, and a UUID.
+        fields = {"text", "lang", "data_path", "data_type", "data_checksum", "notes"}
+        assert all(set(turn["content"]) == fields for turn in turns)
+        assert hit["output"]["text"] == row["response"]
+        assert (turns[0]["role"], turns[0]["content"]["text"]) == ("assistant", row["prompt"])
+        assert (turns[-1]["role"], turns[-1]["content"]["text"]) == ("user", row["probe"])
         assert len(turns) == 2 + 2 * row["depth"]
+        assert hit["prompt"]["notes"]["turn"] == row["depth"] + 1
+        assert (hit["attempt_idx"], hit["generations_per_prompt"]) == (0, 1)
+        assert str(uuid.UUID(hit["attempt_id"])) == hit["attempt_id"]
+    assert len({hit["attempt_id"] for hit in hits}) == len(hits)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.comparison import Contender, compare, metric_of, pair_up
+from nip_astra.evaluation.comparison import ComparedRun, compare, metric_of, pair_up
 from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.families.base import Evaluation
-from nip_astra.evaluation.families.conversations import contender_of
+from nip_astra.evaluation.families.conversations import describe_conversations
 from nip_astra.evaluation.families.tasks import Tasks
 from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.formatting import NOTHING
@@ -25,37 +25,39 @@ from tests.evaluation.rows_by_hand import episode, judged
 from tests.kit.messages import says
 
 
-def contender(
+def compared_run(
     label: str, failed: Sequence[float | None], prompts: Sequence[str] | None = None
-) -> Contender:
+) -> ComparedRun:
     """Conversations of one turn."""
     return chains(label, *([item] for item in failed), prompts=prompts)
 
 
 def chains(
     label: str, *scores: Sequence[float | None], prompts: Sequence[str] | None = None
-) -> Contender:
+) -> ComparedRun:
     """Conversations of several turns, by default each from its own prompt."""
     prompts = prompts or [f"prompt {i}" for i in range(len(scores))]
     made = zip(scores, prompts, strict=True)
-    return contender_of(label, judged(*(episode(i, s, prompt=p) for i, (s, p) in enumerate(made))))
+    return describe_conversations(
+        label, judged(*(episode(i, s, prompt=p) for i, (s, p) in enumerate(made)))
+    )
 
 
-def compared(first: Contender, second: Contender) -> dict[str, Any]:
-    """The metrics of the second contender."""
+def compared(first: ComparedRun, second: ComparedRun) -> dict[str, Any]:
+    """The metrics of the second run."""
     return compare(first, [second])["comparisons"][second.label]
 
 
 def test_pairs_without_two_verdicts_are_counted() -> None:
-    first = contender("a", [0.9, None, 0.1, 0.9])
-    second = contender("b", [0.9, 0.9, None, 0.1])
+    first = compared_run("a", [0.9, None, 0.1, 0.9])
+    second = compared_run("b", [0.9, 0.9, None, 0.1])
     result = compare(first, [second])
     rate = result["comparisons"]["b"]["failure_rate"]
     assert result["comparisons"]["b"]["num_pairs"] == 4
     assert (rate["num_pairs"], rate["num_left_out"], rate["num_censored"]) == (2, 2, 0)
     assert rate["difference"] == -0.5
     assert {"2", "4"} <= set(re.findall(r"\d+", result["warnings"][0]))
-    nothing = compare(first, [contender("c", [None] * 4)])
+    nothing = compare(first, [compared_run("c", [None] * 4)])
     assert "failure_rate" not in nothing["comparisons"]["c"]
     assert "failure_rate" in nothing["warnings"][0]
 
@@ -80,29 +82,31 @@ def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> No
 
 
 def test_conversations_are_paired_by_prompt_and_warned_of_without_a_partner() -> None:
-    second = contender("b", [0.1] * 10, [f"prompt {i}" for i in range(7, 17)])
-    result = compare(contender("a", [0.9] * 10), [second])
+    second = compared_run("b", [0.1] * 10, [f"prompt {i}" for i in range(7, 17)])
+    result = compare(compared_run("a", [0.9] * 10), [second])
     assert result["comparisons"]["b"]["num_pairs"] == 3
     assert "7 of 10" in result["warnings"][0]
-    first = contender("a", [0.9, 0.1, 0.2], prompts=["x", "y", "x"])
-    second = contender("b", [0.3, 0.4, 0.5, 0.6], prompts=["y", "x", "z", "x"])
+    first = compared_run("a", [0.9, 0.1, 0.2], prompts=["x", "y", "x"])
+    second = compared_run("b", [0.3, 0.4, 0.5, 0.6], prompts=["y", "x", "z", "x"])
     pairs = [
         (p, a[0]["response_score"], b[0]["response_score"]) for p, a, b in pair_up(first, second)
     ]
     assert pairs == [("x", 0.9, 0.4), ("y", 0.1, 0.3), ("x", 0.2, 0.6)]
     with pytest.raises(DataError):
-        compare(contender("a", [0.9], ["x"]), [contender("b", [0.9], ["y"])])
+        compare(compared_run("a", [0.9], ["x"]), [compared_run("b", [0.9], ["y"])])
 
 
 def test_episodes_of_one_prompt_are_not_independent() -> None:
     prompts = [f"prompt {i // 4}" for i in range(24)]
-    result = compared(contender("a", [0.1] * 24, prompts), contender("b", [0.9] * 24, prompts))
+    result = compared(
+        compared_run("a", [0.1] * 24, prompts), compared_run("b", [0.9] * 24, prompts)
+    )
     rate = result["failure_rate"]
     assert rate["test"] == "sign flips of opening prompts"
     # Six prompts: 2 of 64 sign patterns are as extreme; McNemar would have given 1e-7.
     assert rate["p_value"] == pytest.approx(2 / 64, abs=0.006)
     same = ["the same"] * 8
-    result = compared(contender("a", [0.1] * 8, same), contender("b", [0.9] * 8, same))
+    result = compared(compared_run("a", [0.1] * 8, same), compared_run("b", [0.9] * 8, same))
     assert (result["failure_rate"]["low"], result["failure_rate"]["high"]) == (-1.0, 1.0)
     # Likelihoods are unbounded: nothing is known of other prompts.
     assert math.isnan(result["probe_nll"]["low"])
@@ -118,9 +122,9 @@ CONFIGURATION = {
 }
 
 
-def conditions(label: str, configuration: dict[str, Any] = {}, **figures: Any) -> Contender:
-    episodes = list(contender(label, [0.1, 0.9]).units)
-    return contender_of(label, episodes, FIGURES | figures, CONFIGURATION | configuration)
+def conditions(label: str, configuration: dict[str, Any] = {}, **figures: Any) -> ComparedRun:
+    episodes = list(compared_run(label, [0.1, 0.9]).units)
+    return describe_conversations(label, episodes, FIGURES | figures, CONFIGURATION | configuration)
 
 
 @pytest.mark.parametrize(
@@ -150,25 +154,25 @@ def test_a_shared_name_of_two_scorers_is_warned_of_and_two_names_of_a_target_are
     (warning,) = compare(first, [conditions("b", other)])["warnings"]
     assert says(warning, "scorer.label", "rude", "kind")
     moved = {"target": {"language_model": {"model": "/else", "dtype": "auto"}, "weights": "abc"}}
-    for same in (conditions("b", moved, target="run"), contender("b", [0.1, 0.9])):
+    for same in (conditions("b", moved, target="run"), compared_run("b", [0.1, 0.9])):
         assert compare(first, [same])["warnings"] == []
-    # The contenders' own warnings are kept.
+    # The runs' own warnings are kept.
     own = [conditions(label, warnings=[f"{label} has collapsed"]) for label in "ab"]
     result = compare(own[0], own[1:])
     assert result["warnings"] == ["a: a has collapsed", "b: b has collapsed"]
     assert "b: b has collapsed" in as_text(comparison_tables(result))
 
 
-def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
-    first = contender("a", [0.1] * 12)
-    others = [contender("b", [0.9] * 12), contender("c", [0.1] * 12)]
+def test_p_values_are_adjusted_over_all_metrics_and_runs() -> None:
+    first = compared_run("a", [0.1] * 12)
+    others = [compared_run("b", [0.9] * 12), compared_run("c", [0.1] * 12)]
     result = compare(first, others)["comparisons"]
     metrics = ("failure_rate", "mean_score", "probe_nll")
     raw = [result[name][metric]["p_value"] for name in "bc" for metric in metrics]
     assert result["b"]["failure_rate"]["p_holm"] >= 5 * min(raw)
     assert result["c"]["failure_rate"]["p_holm"] == 1.0
     # Five pairs that all differ prove nothing.
-    result = compared(contender("a", [0.1] * 5), contender("b", [0.9] * 5))
+    result = compared(compared_run("a", [0.1] * 5), compared_run("b", [0.9] * 5))
     rate = result["failure_rate"]
     assert rate["difference"] == 1.0
     assert rate["p_value"] == pytest.approx(2 / 32)
@@ -190,7 +194,7 @@ def test_pairs_without_two_finite_numbers_are_left_out() -> None:
 
 def policy(
     label: str, rewards: Sequence[Sequence[float | None]], names: str = "", **figures: Any
-) -> Contender:
+) -> ComparedRun:
     """The rewards of a policy for the runs of each problem, named by letters in order."""
     names = names or "abcdefghijklmnopqrst"[: len(rewards)]
     rows: list[dict[str, Any]] = [
@@ -202,10 +206,10 @@ def policy(
     common = {"split": "test", "num_runs": 1, "figures": {"accuracy": 0.5}}
     stored = Evaluation(Path(label), Tasks(), common | figures)
     stored.__dict__["rows"] = rows
-    return Tasks().contender(stored, label)
+    return Tasks().compared_run(stored, label)
 
 
-def compare_policies(first: Contender, second: Contender) -> tuple[dict[str, Any], list[str]]:
+def compare_policies(first: ComparedRun, second: ComparedRun) -> tuple[dict[str, Any], list[str]]:
     """The metrics of the second policy, and the warnings."""
     result = compare(first, [second], unit="problems")
     return result["comparisons"]["second"], result["warnings"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nip_astra.built_ins import BuiltIn
 from nip_astra.registry import ALL_REGISTRIES, Registry
 
 
@@ -45,7 +46,7 @@ def registry_of_tools(site: Path, patch: pytest.MonkeyPatch) -> Iterator[Registr
     for name in ToolType:
         write(site / "toolbox" / f"{name}.py", registering(name))
     patch.syspath_prepend(site)
-    yield Registry("tool", package="toolbox", members=ToolType)
+    yield Registry("tool", {name: BuiltIn(f"toolbox.{name}", "") for name in ToolType})
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(site.parent)):
             del sys.modules[name]

@@ -15,7 +15,7 @@ from nip_astra.parameters.parameters_base import (
 from nip_astra.registry import ALL_REGISTRIES
 
 _before = dict(ALL_REGISTRIES)
-SHAPES: ComponentRegistry[Any] = ComponentRegistry("shape", package="tests.parameters")
+SHAPES: ComponentRegistry[Any] = ComponentRegistry("shape")
 ALL_REGISTRIES.clear()
 ALL_REGISTRIES.update(_before)  # the program's own registries are listed without this one
 

@@ -183,13 +183,25 @@ def test_an_element_of_a_list_is_looked_into() -> None:
         assert unmet == {"coats.1.gloss": "coats.1.is_dry"}
 
 
+OWN_LOOP = {"remaining_iterations", "is_evaluation_due", "end_iteration", "training_results"}
+"""Methods of `Trainer` for loops of users, which read `training`."""
+
+
 def read_in(cls: type) -> set[str]:
     """The shared groups whose parameters a class, or its base in our package, reads."""
     result = set()
     for base in cls.__mro__:
         if not base.__module__.startswith("nip_astra."):
             continue
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        (class_definition,) = tree.body
+        assert isinstance(class_definition, ast.ClassDef)
+        statements = [
+            statement
+            for statement in class_definition.body
+            if not (base is Trainer and getattr(statement, "name", "") in OWN_LOOP)
+        ]
+        for node in (node for statement in statements for node in ast.walk(statement)):
             is_group = isinstance(node, ast.Attribute) and node.attr in SHARED_GROUPS
             if is_group and ast.unparse(node.value).endswith("hyper_params"):  # type: ignore[attr-defined]
                 result.add(node.attr)  # type: ignore[attr-defined]
@@ -212,3 +224,12 @@ def test_every_parameter_that_a_scenario_declares_exists(name: str) -> None:
         group, _, field = path.partition(".")
         assert group in fields
         assert not field or field in type(HyperParameters.model_fields[group].default).model_fields
+
+
+@pytest.mark.parametrize("name", [str(name) for name in TrainerType])
+def test_no_built_in_trainer_uses_the_methods_for_loops_of_users(name: str) -> None:
+    for base in TRAINERS.get(name).__mro__:
+        if base is Trainer or not base.__module__.startswith("nip_astra."):
+            continue
+        source = inspect.getsource(base)
+        assert not any(f"self.{method}(" in source for method in OWN_LOOP - {"training_results"})

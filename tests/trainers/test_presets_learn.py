@@ -1,4 +1,7 @@
-"""The verified claims about presets, again with one seed: each beats its comparison."""
+"""The verified claims about presets, again with one seed: each beats its comparison.
+
+The results of five seeds, from which thresholds keep their distance, are in `parameters/README.md`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.graphs.wl import wl_accuracy
 from tests.kit.experiments import metrics_of, run_in
+from tests.kit.learning import Learning
 
 pytestmark = pytest.mark.slow
 ALONE = 0.57
@@ -26,9 +30,11 @@ def run(folder: Path, trainer: str, *overrides: str, scenario: str | None = None
 
 
 @pytest.mark.parametrize("trainer", ["mappo", "reinforce", "spg"])
-def test_a_word_lifts_the_verifier_above_its_accuracy_alone(tmp_path: Path, trainer: str) -> None:
-    low, _ = run(tmp_path, trainer)["after"]["mean_accuracy_interval"]
-    assert low > ALONE + 0.05
+def test_a_word_lifts_the_verifier_above_its_accuracy_alone(
+    tmp_path: Path, learning: Learning, trainer: str
+) -> None:
+    low, _ = run(tmp_path, trainer, f"seed={learning.seed}")["after"]["mean_accuracy_interval"]
+    learning.check(low, threshold=ALONE + 0.05, best=1.0)
 
 
 @pytest.mark.parametrize(
@@ -46,26 +52,30 @@ def test_a_word_lifts_the_verifier_above_its_accuracy_alone(tmp_path: Path, trai
     ],
 )
 def test_an_attacker_learns_to_make_pocket_chat_fail(
-    tmp_path: Path, trainer: str, overrides: tuple[str, ...]
+    tmp_path: Path, learning: Learning, trainer: str, overrides: tuple[str, ...]
 ) -> None:
     short = ("ast_chat.evaluation.num_episodes=60", "ast_chat.evaluation.use_random_search=false")
-    results = run(tmp_path, trainer, *short, *overrides)
-    assert results["before"]["failure_rate"] < 0.2
-    assert results["after"]["failure_rate"] > 0.5
+    results = run(tmp_path, trainer, *short, *overrides, f"seed={learning.seed}")
+    learning.check(results["before"]["failure_rate"], threshold=0.2, best=0.0)
+    # Of 60 episodes, two standard deviations are .12.
+    learning.check(results["after"]["failure_rate"], threshold=0.4, best=1.0)
 
 
 @pytest.mark.parametrize(
     ("trainer", "num_iterations"), [("pure_text_ei", 5), ("pure_text_malt", 4)]
 )
 def test_a_verifier_in_words_learns_from_less_of_its_preset(
-    trainer: str, num_iterations: int, tmp_path: Path
+    trainer: str, num_iterations: int, tmp_path: Path, learning: Learning
 ) -> None:
     """The 95 % intervals before and after do not overlap; the guide has the complete presets."""
     shorter = (f"num_iterations={num_iterations}", "rollouts_per_iteration=128")
-    results = run(tmp_path, trainer, *(f"text_rl.{one}" for one in shorter), "seed=0")
+    overrides = [f"text_rl.{override}" for override in shorter]
+    results = run(tmp_path, trainer, *overrides, f"seed={learning.seed}")
     before, after = results["before"], results["after"]
-    assert after["mean_accuracy_interval"][0] > before["mean_accuracy_interval"][1]
-    assert after["mean_accuracy"] > 0.8
+    _, high_before = before["mean_accuracy_interval"]
+    low_after, _ = after["mean_accuracy_interval"]
+    learning.check((low_after - high_before) / (1 - high_before), threshold=0.0, best=1.0)
+    learning.check(after["mean_accuracy"], threshold=0.75, best=1.0)
     assert after["num_episodes"] == 200
     assert results["training"]["num_jobs"] == num_iterations - 1
 
@@ -76,25 +86,30 @@ SMALL = "graph_isomorphism_small"
 
 
 def test_alone_an_agent_distinguishes_as_much_as_its_rounds_of_message_passing(
-    tmp_path: Path,
+    tmp_path: Path, learning: Learning
 ) -> None:
-    after = run(tmp_path, "solo_agent", scenario=SMALL)["after"]
-    scores = _test_scores()
-    assert after["verifier/test_accuracy"] <= wl_accuracy(scores, 2) + 0.01
-    assert after["verifier/test_accuracy"] > wl_accuracy(scores, 2) - 0.05
-    assert after["prover/test_accuracy"] > 0.97
+    after = run(tmp_path, "solo_agent", f"seed={learning.seed}", scenario=SMALL)["after"]
+    bound = wl_accuracy(_test_scores(), 2)
+    assert after["verifier/test_accuracy"] <= bound + 0.01
+    learning.check(after["verifier/test_accuracy"] - bound, threshold=-0.05, best=0.0)
+    learning.check(after["prover/test_accuracy"], threshold=0.97, best=1.0)
 
 
-def test_one_question_lifts_the_verifier_above_its_accuracy_alone(tmp_path: Path) -> None:
-    after = run(tmp_path, "vanilla_ppo", "rl.num_iterations=70", scenario=SMALL)["after"]
+def test_one_question_lifts_the_verifier_above_its_accuracy_alone(
+    tmp_path: Path, learning: Learning
+) -> None:
+    overrides = ("rl.num_iterations=70", f"seed={learning.seed}")
+    after = run(tmp_path, "vanilla_ppo", *overrides, scenario=SMALL)["after"]
     low, _ = after["mean_accuracy_interval"]
-    assert low > wl_accuracy(_test_scores(), 2) + 0.05
+    bound = wl_accuracy(_test_scores(), 2)
+    learning.check((low - bound) / (1 - bound), threshold=0.05, best=1.0)
 
 
 def test_with_a_shared_reward_the_prover_gives_the_label_away_and_the_probe_sees_it(
-    tmp_path: Path,
+    tmp_path: Path, learning: Learning
 ) -> None:
     overrides = (
+        f"seed={learning.seed}",
         "interaction_protocol=adp",
         "protocol_common.shared_reward=true",
         "graph_isomorphism.include_linear_message_space=true",
@@ -104,12 +119,12 @@ def test_with_a_shared_reward_the_prover_gives_the_label_away_and_the_probe_sees
         "rl.pretrain_decisions=false",
     )
     after = run(tmp_path, "vanilla_ppo", *overrides, scenario=SMALL)["after"]
-    assert after["mean_accuracy"] >= 0.95
+    learning.check(after["mean_accuracy"], threshold=0.9, best=1.0)
     rows = metrics_of(tmp_path / "run")
     name = "message_regression/prover"
     first, *_, last = [row[name] for row in rows if name in row]
-    assert first < 0.65
-    assert last > 0.95
+    learning.check(first, threshold=0.65, best=0.5)
+    learning.check(last, threshold=0.95, best=1.0)
 
 
 def _test_scores() -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,12 +49,15 @@ from nip_astra.scenario_base.chat_agent import (
     TextAttacker,
 )
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
-from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.scenario_base.conversation.prompts import read_probes
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import without_other_target
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, MODEL_DIR, RunDirectory
-from nip_astra.trust import on_behalf_of
+from nip_astra.trust import StoredSource, is_signed, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
+
+EXPERIMENT = "experiment.json"
+"""File in the folder of an evaluation: the scenario of an attacker that is not a run."""
 
 
 class LoadedTexts(NamedTuple):
@@ -219,6 +223,11 @@ def _resolve_around(folder: Path, request: EvaluationRequest) -> ResolvedExperim
             f"{folder} is not a run, so its target is unknown. Give --scenario NAME or "
             "--parameters FILE."
         )
+    return _resolve_given(request)
+
+
+def _resolve_given(request: EvaluationRequest) -> ResolvedExperiment:
+    """Resolve the scenario and parameters of a request."""
     # No trainer is built; it only completes the parameters.
     trainer = None if request.parameters is not None else str(TrainerType.AST_DPO)
     return resolve_experiment(
@@ -231,12 +240,66 @@ def _resolve_around(folder: Path, request: EvaluationRequest) -> ResolvedExperim
     )
 
 
+def record_experiment(folder: Path, attacker: LoadedAttacker, request: EvaluationRequest) -> None:
+    """Store how the experiment around an attacker that is not a run was given.
+
+    Its evaluation can then be rated again and exported without the options. Signed, since a
+    scenario and plug-ins are code.
+    """
+    plugins = [
+        str(Path(spec).resolve()) if Path(spec).exists() else spec for spec in request.plugins
+    ]
+    parameters = None if request.parameters is None else str(Path(request.parameters).resolve())
+    experiment = {
+        "scenario": str(attacker.resolved.scenario_dir.resolve()),
+        "parameters": parameters,
+        "overrides": list(request.overrides),
+        "plugins": plugins,
+    }
+    signature = sign(_signed_text(experiment))
+    RunDirectory(folder).write_json(EXPERIMENT, {"experiment": experiment, "signature": signature})
+
+
+def resolve_recorded(folder: Path, request: EvaluationRequest) -> ResolvedExperiment:
+    """Resolve the experiment that `record_experiment` stored in the folder of an evaluation.
+
+    Raises
+    ------
+    ConfigurationError
+        When none is stored, as by earlier versions.
+    UntrustedRunError
+        When it is not signed by this user, and not approved.
+    """
+    if not (folder / EXPERIMENT).is_file():
+        raise ConfigurationError(
+            f"{folder} does not record the scenario of its attacker. Repeat `evaluate` with the "
+            "same options to add it."
+        )
+    stored = RunDirectory(folder).read_json(EXPERIMENT)
+    experiment = stored["experiment"]
+    is_own = is_signed(_signed_text(experiment), stored.get("signature"))
+    source = StoredSource(str(folder), request.is_trusted or is_own)
+    source.check(f"the scenario {experiment['scenario']!r}", "loaded")
+    restored = replace(
+        request,
+        scenario=experiment["scenario"],
+        parameters=experiment["parameters"],
+        overrides=experiment["overrides"],
+        plugins=[*experiment["plugins"], *request.plugins],
+    )
+    return _resolve_given(restored)
+
+
+def _signed_text(experiment: Mapping[str, Any]) -> bytes:
+    return json.dumps(experiment, sort_keys=True).encode()
+
+
 def _load_texts(
     spec: str, column: str, settings: ExperimentSettings, scenario_dir: Path | None
 ) -> LoadedTexts:
     """Load fixed probes, or a chat model that attacks."""
     if Path(spec).suffix not in CHAT_FILES:
-        probes = read_prompts(spec, None, column)
+        probes = read_probes(spec, None, column)
         rows = [f"{probe}\t{columns_of(probe)}" for probe in probes]
         described = {"probes": {"number": len(probes), "sha256": text_hash(rows)}}
         return LoadedTexts(FixedProbes(probes), described, None)

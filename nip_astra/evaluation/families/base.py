@@ -42,7 +42,7 @@ from nip_astra.tracking.run_directory import (
 if TYPE_CHECKING:
     import pandas as pd
 
-    from nip_astra.evaluation.comparison import Contender
+    from nip_astra.evaluation.comparison import ComparedRun
     from nip_astra.resolving.resolution import ResolvedExperiment
 
 
@@ -304,7 +304,7 @@ class EvaluationFamily(ABC):
         """Return the figures for a terminal."""
 
     @abstractmethod
-    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+    def compared_run(self, evaluation: Evaluation, label: str) -> ComparedRun:
         """Return the evaluation's units, keys, metrics and conditions, for a comparison."""
 
     def figures(self, subject: Any, folder: EvaluationFolder, played: Any) -> dict[str, Any]:
@@ -397,17 +397,7 @@ class EvaluationFamily(ABC):
         )
 
 
-FAMILIES: Registry[type[EvaluationFamily]] = Registry(
-    "evaluation_family",
-    package="nip_astra.evaluation.families",
-    members=("conversation", "protocol", "task", "text_protocol"),
-    modules={
-        "conversation": "conversations",
-        "protocol": "protocols",
-        "task": "tasks",
-        "text_protocol": "text_protocols",
-    },
-)
+FAMILIES: Registry[type[EvaluationFamily]] = Registry("evaluation_family")
 """Families by name; a trainer names its own as `evaluation_family`."""
 
 register_evaluation_family = FAMILIES.register

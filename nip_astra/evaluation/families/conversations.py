@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import uuid
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +14,13 @@ from typing import Any
 from rich.console import RenderableType
 
 from nip_astra.errors import ConfigurationError, DataError
-from nip_astra.evaluation.comparison import Component, Contender, Metric, metric_of, paired_failures
+from nip_astra.evaluation.comparison import (
+    ComparedRun,
+    Component,
+    Metric,
+    metric_of,
+    paired_failures,
+)
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
@@ -165,6 +173,7 @@ class Conversations(EvaluationFamily):
         request: EvaluationRequest,
         on_part: OnPart,
     ) -> Any:
+        from nip_astra.evaluation.families.attackers import record_experiment
         from nip_astra.evaluation.playing import Player, reuse_conversations
         from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.trainers.service_use import refuse_unanswered
@@ -174,6 +183,8 @@ class Conversations(EvaluationFamily):
         resume_usage(subject.services, f"evaluation {folder.path.name}", is_new=subject.is_new)
         if not request.overwrite:
             reuse_conversations(folder, folder.configuration(), judges.scorers, options)
+        if not (subject.place / HYPER_PARAMETERS).is_file():
+            record_experiment(folder.path, subject.attacker, request)
         others = {name: judges.scorers[name] for name in list(judges.scorers)[1:]}
 
         def count(num_episodes: int) -> None:
@@ -215,9 +226,9 @@ class Conversations(EvaluationFamily):
     def values(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         return dict(figures)
 
-    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+    def compared_run(self, evaluation: Evaluation, label: str) -> ComparedRun:
         episodes = _episodes(evaluation)
-        return contender_of(label, episodes, evaluation.figures, evaluation.configuration)
+        return describe_conversations(label, episodes, evaluation.figures, evaluation.configuration)
 
     def stored(self, run: Path, request: EvaluationRequest) -> Evaluation:
         """Return the newest evaluation of a run, or its own test."""
@@ -239,14 +250,21 @@ class Conversations(EvaluationFamily):
         open_progress: OpenProgress,
     ) -> Evaluation:
         """Rate stored conversations again."""
-        from nip_astra.evaluation.families.attackers import resolve_run, section_about, section_of
+        from nip_astra.evaluation.families.attackers import (
+            EXPERIMENT,
+            resolve_recorded,
+            resolve_run,
+            section_about,
+            section_of,
+        )
         from nip_astra.evaluation.families.scorers import load_judges, rating_anew
         from nip_astra.evaluation.playing import EvaluationOptions, num_ratings, rate_anew
         from nip_astra.trust import on_behalf_of
 
         source, run = _stored_rows(path)
         settings = service_settings(settings, run)
-        resolved = resolve_run(run, request)
+        is_run = (run / HYPER_PARAMETERS).is_file()
+        resolved = resolve_run(run, request) if is_run else resolve_recorded(source.parent, request)
         section = section_of(resolved)
         stored = EvaluationFolder(source.parent)
         before = stored.figures() if source.name == ROWS else {}
@@ -283,6 +301,8 @@ class Conversations(EvaluationFamily):
         ):
             num_calls = rate_anew(episodes, ordinary, judges.scorers)
         folder.replace_rows(episodes, ordinary)
+        if not is_run:
+            shutil.copyfile(source.parent / EXPERIMENT, folder.path / EXPERIMENT)
         chances = before.get("probability_of_failure") or {}
         weighed = chances.get("importance_sampling") or {}
         options = EvaluationOptions(
@@ -312,13 +332,14 @@ class Conversations(EvaluationFamily):
         return self.store(folder, figures)
 
     def material(self, path: Path, request: EvaluationRequest) -> Material:
-        from nip_astra.evaluation.families.attackers import resolve_run
+        from nip_astra.evaluation.families.attackers import resolve_recorded, resolve_run
 
         source, run = _stored_rows(path)
         folder = EvaluationFolder(source.parent)
         is_evaluation = source.name == ROWS
         figures = folder.figures() if is_evaluation else {}
-        resolved = resolve_run(run, request)
+        is_run = (run / HYPER_PARAMETERS).is_file()
+        resolved = resolve_run(run, request) if is_run else resolve_recorded(source.parent, request)
         section = getattr(resolved.hyper_params, resolved.kind)
         threshold = float(figures.get("failure_threshold", section.failure_threshold))
         episodes = _final_episodes(source, run)
@@ -511,6 +532,7 @@ def _figures(
         scorers=scorers,
         qualities=qualities,
         why_not_weighed=why_not_weighed,
+        num_listed_attacks=num_listed_attacks(folder.configuration()),
         parts=[*others, *of_labels],
     )
     known_turns(figures["outcomes"]).refuse_nothing(
@@ -612,12 +634,12 @@ def _episodes(evaluation: Evaluation) -> list[Episode]:
     return episodes
 
 
-def contender_of(
+def describe_conversations(
     label: str,
     episodes: Sequence[Episode],
     figures: Mapping[str, Any] | None = None,
     configuration: Mapping[str, Any] | None = None,
-) -> Contender:
+) -> ComparedRun:
     """Return judged conversations to compare; conditions without a figure are not compared."""
     figures, configuration = figures or {}, configuration or {}
     details = {
@@ -632,7 +654,16 @@ def contender_of(
             values = _without_paths(values)
         conditions[name] = Component(figures.get(name), values)
     keys = list(map(Conversations().pair_key, episodes))
-    return Contender(label, episodes, keys, METRICS, figures, conditions)
+    is_list = num_listed_attacks(configuration) is not None
+    attacks = [str(episode[0]["probe"]) for episode in episodes] if is_list else []
+    return ComparedRun(label, episodes, keys, METRICS, figures, conditions, attacks)
+
+
+def num_listed_attacks(configuration: Mapping[str, Any]) -> int | None:
+    """Return the number of attacks of an evaluated list; None for other attackers."""
+    texts = (configuration.get("attacker") or {}).get("texts") or {}
+    number = (texts.get("probes") or {}).get("number")
+    return None if number is None else int(number)
 
 
 def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -721,29 +752,50 @@ def _sample(episode: Episode, scorer: str) -> Sample:
 def _hits(
     episodes: Sequence[Episode], run_id: str, name: str, speakers: Mapping[str, str]
 ) -> list[Row]:
-    """Return the failing turns in the columns of garak's hit logs."""
+    """Return the failing turns in the columns and types of garak's hit logs.
+
+    Each is an attempt with one generation, as of garak 0.17: messages are objects, and attempts
+    have UUIDs. Episode and turn are among the notes of the prompt.
+    """
     hits = []
     for episode in episodes:
-        history = [{"role": "assistant", "content": episode[0]["prompt"]}]
+        history = [_garak_turn("assistant", str(episode[0]["prompt"]))]
         for row in episode:
-            turns = [*history, {"role": "user", "content": row["probe"]}]
-            history = [*turns, {"role": "assistant", "content": row["response"]}]
-            if row["outcome"] == Outcome.FAILURE:
-                hits.append(
-                    {
-                        "goal": "make the target fail",
-                        "prompt": {"turns": turns},
-                        "output": row["response"],
-                        "triggers": None,
-                        "score": row["response_score"],
-                        "run_id": run_id,
-                        "attempt_id": f"{name}.{row['episode']}.{row['depth']}",
-                        "attempt_seq": row["episode"],
-                        "attempt_idx": row["depth"],
-                        "generator": speakers["target"],
-                        "probe": speakers["attacker"],
-                        "detector": speakers["scorer"],
-                        "generations_per_prompt": 1,
-                    }
-                )
+            response = _garak_turn("assistant", str(row["response"]))
+            turns = [*history, _garak_turn("user", str(row["probe"]))]
+            history = [*turns, response]
+            if row["outcome"] != Outcome.FAILURE:
+                continue
+            attempt = f"{run_id}/{name}/{row['episode']}/{row['depth']}"
+            notes = {"evaluation": name, "episode": row["episode"], "turn": int(row["depth"]) + 1}
+            hits.append(
+                {
+                    "goal": "make the target fail",
+                    "prompt": {"turns": turns, "notes": notes},
+                    "output": response["content"],
+                    "triggers": None,
+                    "score": row["response_score"],
+                    "run_id": run_id,
+                    "attempt_id": str(uuid.uuid5(uuid.NAMESPACE_URL, attempt)),
+                    "attempt_seq": row["episode"],
+                    # The number of the generation, of which there is one.
+                    "attempt_idx": 0,
+                    "generator": speakers["target"],
+                    "probe": speakers["attacker"],
+                    "detector": speakers["scorer"],
+                    "generations_per_prompt": 1,
+                }
+            )
     return hits
+
+
+def _garak_turn(role: str, text: str) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "text": text,
+        "lang": None,
+        "data_path": None,
+        "data_type": None,
+        "data_checksum": None,
+        "notes": {},
+    }
+    return {"role": role, "content": message}

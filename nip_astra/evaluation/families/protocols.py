@@ -20,7 +20,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from nip_astra.errors import NothingMeasuredError
-from nip_astra.evaluation.comparison import Contender, Metric, metric_of
+from nip_astra.evaluation.comparison import ComparedRun, Metric, metric_of
 from nip_astra.evaluation.families.base import (
     OF_ATTACKERS,
     Evaluation,
@@ -93,7 +93,7 @@ class EpisodeFamily(EvaluationFamily):
             table.add_row(Text(name.replace("_", " ")), "", *cells)
         return [table]
 
-    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+    def compared_run(self, evaluation: Evaluation, label: str) -> ComparedRun:
         figures, rows = evaluation.figures, evaluation.rows
         metrics = {
             "accuracy": metric_of(lambda row: float(row["is_correct"]), is_binary=True),
@@ -116,7 +116,9 @@ class EpisodeFamily(EvaluationFamily):
             "seed": values["seed"] if seed is None else seed,
             "models": models,
         }
-        return Contender(label, rows, list(map(self.pair_key, rows)), metrics, figures, conditions)
+        return ComparedRun(
+            label, rows, list(map(self.pair_key, rows)), metrics, figures, conditions
+        )
 
 
 def _reward_of(agent: str) -> Metric:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import ConfigurationError, counted
-from nip_astra.evaluation.comparison import Contender, metric_of
+from nip_astra.evaluation.comparison import ComparedRun, metric_of
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
     Evaluation,
@@ -172,7 +172,7 @@ class Tasks(EvaluationFamily):
         tally = Tally(1.0, [0] * num_runs, [1.0] * num_runs, num_runs, [True] * num_runs)
         return self.values({"figures": tally.report(num_runs)})
 
-    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+    def compared_run(self, evaluation: Evaluation, label: str) -> ComparedRun:
         figures = evaluation.figures
         problems = _problems(evaluation.rows)
         is_single = all(one.num_runs <= 1 for one in problems)
@@ -181,7 +181,7 @@ class Tasks(EvaluationFamily):
         accuracy = metric_of(lambda one: one.accuracy, is_binary=is_single)
         # Without a limit, rewards above 1 have no accuracy.
         has_accuracy = "accuracy" in mapping(figures.get("figures"))
-        return Contender(
+        return ComparedRun(
             label,
             problems,
             [self.pair_key(one) for one in problems],

@@ -24,7 +24,6 @@ from nip_astra.parameters.parameters_base import (
     SubParameters,
     polymorphic,
 )
-from nip_astra.parameters.types import ChatModelType
 from nip_astra.rollouts.messages import ToolCall
 from nip_astra.safe_text import valid_text
 from nip_astra.utils.background_loop import BackgroundLoop
@@ -468,9 +467,7 @@ class ChatModel(ABC):
         """Close connections; the model may be used again later."""
 
 
-CHAT_MODELS: ComponentRegistry[type[ChatModel]] = ComponentRegistry(
-    "chat_model", package="nip_astra.language_models.services.chat_models", members=ChatModelType
-)
+CHAT_MODELS: ComponentRegistry[type[ChatModel]] = ComponentRegistry("chat_model")
 ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
 

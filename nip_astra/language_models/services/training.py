@@ -69,12 +69,7 @@ def check_step(lr: float, max_grad_norm: float | None) -> None:
         )
 
 
-TRAINING_SERVICES: Registry[type[TrainingService]] = Registry(
-    "training_service",
-    package="nip_astra.language_models.services",
-    members=TrainingServiceType,
-    modules={"local": "training", "http": "http_training", "tinker": "tinker_training"},
-)
+TRAINING_SERVICES: Registry[type[TrainingService]] = Registry("training_service")
 
 
 def register_training_service(

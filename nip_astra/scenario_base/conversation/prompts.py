@@ -111,16 +111,30 @@ def read_probe_conversations(
     return conversations
 
 
-def read_probes(reference: str, scenario_dir: Path | None) -> list[str]:
-    """Read given probes that are one turn each; `DataError` for a row with several."""
-    probes = []
-    for number, turns in enumerate(read_probe_conversations(reference, scenario_dir), start=1):
-        if len(turns) > 1:
+def read_probes(
+    reference: str, scenario_dir: Path | None, column: str = DEFAULT_COLUMN
+) -> list[Prompt]:
+    """Read given probes that are one turn each, with the other columns of their rows.
+
+    Raises
+    ------
+    DataError
+        As `read_prompts`, and for a row with several messages or one of another role.
+    """
+    probes = read_prompts(reference, scenario_dir, column)
+    for number, probe in enumerate(probes, start=1):
+        roles = [message.role for message in probe.messages]
+        if len(roles) > 1:
             raise DataError(
-                f"probe {number} of {reference!r} has {len(turns)} messages. Give its first one "
-                "alone: only ast_sft learns whole conversations."
+                f"probe {number} of {reference!r} has {len(roles)} messages. Give its first one "
+                "alone: only ast_sft learns whole conversations, and a list of attacks has one "
+                "turn each."
             )
-        probes.append(turns[0][1].strip())
+        if roles not in ([], ["user"]):
+            raise DataError(
+                f"probe {number} of {reference!r} has the role {roles[0]!r}. Give a message of the "
+                "role user."
+            )
     return probes
 
 

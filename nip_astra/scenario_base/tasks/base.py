@@ -16,7 +16,6 @@ from pydantic import Field
 from nip_astra.deadlines import within_deadline
 from nip_astra.errors import DataError, NipAstraError, TaskError, describe_error
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
-from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.messages import Role, Turn
 from nip_astra.rollouts.prompts import Columns
 from nip_astra.safe_text import valid_text
@@ -449,15 +448,7 @@ def pick(generator: torch.Generator, low: int, high: int) -> int:
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
-TASKS: ComponentRegistry[type[Task] | type[Environment]] = ComponentRegistry(
-    "task",
-    package="nip_astra.scenario_base.tasks",
-    members=TaskType,
-    modules=dict.fromkeys(
-        (TaskType.ARITHMETIC, TaskType.COUNTDOWN, TaskType.GUESS_NUMBER, TaskType.PIG_LATIN),
-        "library",
-    ),
-)
+TASKS: ComponentRegistry[type[Task] | type[Environment]] = ComponentRegistry("task")
 
 
 def register_task(name: str) -> Callable[[type[Task]], type[Task]]:

@@ -95,25 +95,29 @@ def _checked_result(observation: Any, reward: Any, done: Any) -> Result:
     # A text is no reward, even if it can be converted to a number.
     is_number = isinstance(reward, int | float)
     try:
-        value = float(reward) if is_number else math.nan
+        number = float(reward) if is_number else math.nan
     except OverflowError:
-        value = math.inf
-    if not math.isfinite(value):
+        number = math.inf
+    if not math.isfinite(number):
         raise MalformedResultError(f"the reward {str(reward)[:80]!r} is no finite number")
-    return Result(observation, value, bool(done))
+    return Result(observation, number, bool(done))
 
 
 class _LocalSession:
     """An environment in this process, called as its server would call it."""
 
     def __init__(self, make: Callable[[], Any], action_class: type[BaseModel]) -> None:
-        self._environment, self._action_class = make(), action_class
+        self._environment = make()
+        self._action_class = action_class
 
     def reset(self, seed: int) -> Result:
-        accepted = inspect.signature(self._environment.reset).parameters
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
-        given = {"seed": seed} if "seed" in accepted or takes_all else {}
-        return self._result(self._environment.reset(**given))
+        parameters = inspect.signature(self._environment.reset).parameters
+        takes_any = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
+        # An environment need not take a seed.
+        options = {"seed": seed} if "seed" in parameters or takes_any else {}
+        return self._result(self._environment.reset(**options))
 
     def step(self, action: dict[str, Any]) -> Result:
         try:
@@ -190,9 +194,9 @@ class _RemoteSession:
             answer = self._loop.run(self._answer_in_time(method, *arguments, **options))
             return _checked_result(answer.observation, answer.reward, answer.done)
         except (TimeoutError, OSError, WebSocketException) as error:
-            shown = str(error) or f"nothing in {self._timeout:g} s"
+            reason = str(error) or f"nothing in {self._timeout:g} s"
             raise ServiceUnreachableError(
-                f"the environment at {self._address} does not answer: {shown}. Start it, then "
+                f"the environment at {self._address} does not answer: {reason}. Start it, then "
                 "resume the run."
             ) from error
         except RecursionError as error:
@@ -349,16 +353,17 @@ class OpenEnvTask(SeededTask):
                 raise ValueError("needs either an address or an environment")
             return self
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
         self._loop = BackgroundLoop()
         if parameters.address is not None:
             schemas = _schemas_at(parameters.address, parameters.timeout_seconds, self._loop)
         else:
             self._class = find_function(parameters.environment, self.scenario_dir)[1]
             self._action_class, schemas = _schemas_of(self._class, parameters.environment)
-        place = parameters.address or parameters.environment
-        self._fields = _fields_of(*schemas, parameters, place)
+        action_schema, observation_schema = schemas
+        source = parameters.address or parameters.environment
+        self._fields = _choose_fields(action_schema, observation_schema, parameters, source)
 
     def environment(self, split: Split, index: int) -> OpenEnvEnvironment:
         is_remote = self.parameters.address is not None
@@ -388,7 +393,8 @@ def _schemas_at(
     url = f"{address.rstrip('/')}/schema"
     try:
         with waiting_for(f"the environment {address}", after=SECONDS_UNSHOWN):
-            schemas = loop.run(
+            # What a server sends may be anything; it is checked below.
+            schemas: Any = loop.run(
                 fetch_json(url, "the environment", timeout=timeout, max_bytes=LARGEST_SCHEMA)
             )
         return _checked_schema(schemas["action"]), _checked_schema(schemas["observation"])
@@ -433,38 +439,48 @@ def _schemas_of(
         ) from error
 
 
-def _fields_of(
-    action: Mapping[str, Any], observation: Mapping[str, Any], parameters: Any, place: str
+def _choose_fields(
+    action: Mapping[str, Any], observation: Mapping[str, Any], parameters: Any, source: str
 ) -> Fields:
-    texts = _texts(action)
-    if action.get("title") in _OF_TOOLS or (action.get("title") == "Action" and not texts):
+    """Return the fields for the policy's messages and for what it reads, from both schemas."""
+    action_texts = _find_text_fields(action)
+    title = action.get("title")
+    if title in _OF_TOOLS or (title == "Action" and not action_texts):
         raise ConfigurationError(
-            f"the environment {place} is called through tools (MCP), which is not supported. "
+            f"the environment {source} is called through tools (MCP), which is not supported. "
             "Choose one whose action has a text field."
         )
     required = [name for name in action.get("required", ()) if name not in _RESULTS]
-    chosen = parameters.action_field or (required or texts or [None])[0]
-    if chosen not in texts or set(required) - {chosen}:
+    action_field = parameters.action_field
+    if action_field is None:
+        candidates = required or action_texts
+        action_field = candidates[0] if candidates else None
+    # No other field can be filled.
+    has_further_fields = bool(set(required) - {action_field})
+    if action_field not in action_texts or has_further_fields:
         raise ConfigurationError(
-            f"the action of {place} needs {', '.join(required) or 'no field'}; its texts: "
-            f"{', '.join(texts) or 'none'}. An action must need one text only; name it as "
+            f"the action of {source} needs {', '.join(required) or 'no field'}; its texts: "
+            f"{', '.join(action_texts) or 'none'}. An action must need one text only; name it as "
             "task.task.action_field."
         )
-    seen = _texts(observation)
-    read = parameters.observation_field or (seen[0] if len(seen) == 1 else None)
-    if read not in seen:
+    observation_texts = _find_text_fields(observation)
+    observation_field = parameters.observation_field
+    if observation_field is None and len(observation_texts) == 1:
+        observation_field = observation_texts[0]
+    if observation_field not in observation_texts:
         raise ConfigurationError(
-            f"the observation of {place} has the texts {', '.join(seen) or 'none'}. Name one as "
-            "task.task.observation_field."
+            f"the observation of {source} has the texts {', '.join(observation_texts) or 'none'}. "
+            "Name one as task.task.observation_field."
         )
-    return Fields(chosen, read)
+    return Fields(action_field, observation_field)
 
 
-def _texts(schema: Mapping[str, Any]) -> list[str]:
+def _find_text_fields(schema: Mapping[str, Any]) -> list[str]:
     """Return the fields that hold texts."""
-    found = []
+    names = []
     for name, field in schema.get("properties", {}).items():
-        kinds = [one.get("type") for one in (field, *field.get("anyOf", ()))]
-        if "string" in kinds and name not in _RESULTS:
-            found.append(name)
-    return found
+        # An optional text is any of a text and null.
+        types = [alternative.get("type") for alternative in (field, *field.get("anyOf", ()))]
+        if "string" in types and name not in _RESULTS:
+            names.append(name)
+    return names

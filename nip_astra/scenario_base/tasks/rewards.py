@@ -36,12 +36,7 @@ from nip_astra.utils.user_code import process_state_kept
 
 logger = logging.getLogger(__name__)
 
-REWARDS: Registry[Callable[..., Any]] = Registry(
-    "reward",
-    package="nip_astra.scenario_base.tasks",
-    members=("exact", "contains"),
-    modules={"exact": "rewards", "contains": "rewards"},
-)
+REWARDS: Registry[Callable[..., Any]] = Registry("reward")
 _ARGUMENTS = ("prompts", "completions", "completion_ids", "reasonings", "trainer_state")
 _LOGGERS = ("log_metric", "log_extra")
 

@@ -71,7 +71,8 @@ class Tool:
     def fault_of(self, arguments: Mapping[str, Any]) -> str | None:
         """Return why arguments do not match the schema; None if they do."""
         with within_deadline(f"the check of arguments of the tool {self.name!r} by its schema"):
-            fault = best_match(_validator(self.described).iter_errors(dict(arguments)))
+            errors = _build_validator(self.described).iter_errors(dict(arguments))
+            fault = best_match(errors)
         return None if fault is None else fault.message
 
     def single_argument(self) -> str | None:
@@ -81,17 +82,18 @@ class Tool:
 
 
 @lru_cache(maxsize=1024)
-def _validator(described: str) -> Any:
-    tool = json.loads(described)["function"]
-    kind = validator_for(tool["parameters"])
+def _build_validator(description: str) -> Any:
+    """Return the validator of a tool's arguments, from the tool in OpenAI's form."""
+    tool = json.loads(description)["function"]
+    validator_class = validator_for(tool["parameters"])
     try:
-        kind.check_schema(tool["parameters"])
+        validator_class.check_schema(tool["parameters"])
     except SchemaError as error:
         raise TaskError(
             f"the schema of the tool {tool['name']!r} is invalid: {error.message}. Give a JSON "
             "schema of an object."
         ) from error
-    return kind(tool["parameters"])
+    return validator_class(tool["parameters"])
 
 
 def tool_of(
@@ -107,74 +109,89 @@ def tool_of(
     ConfigurationError
         If arguments cannot be described by a JSON schema, or an option is unknown or invalid.
     """
-    own = getattr(function, "__func__", function)
-    description, parameters, kind = _described(own, own is not function)
+    # Of a method, whose first argument is bound already.
+    plain_function = getattr(function, "__func__", function)
+    is_method = plain_function is not function
+    name = name or plain_function.__name__
+    signature = _describe_function(plain_function, is_method)
+    option_model = signature.option_model
     try:
-        given = kind.model_validate(dict(options or {}))
+        checked_options = option_model.model_validate(dict(options or {}))
     except ValidationError as error:
         fault = error.errors()[0]
         raise ConfigurationError(
-            f"the tool {name or own.__name__!r} has no valid option {fault['loc'][0]!r}: "
-            f"{fault['msg']}. Options: {', '.join(kind.model_fields) or 'none'}."
+            f"the tool {name!r} has no valid option {fault['loc'][0]!r}: "
+            f"{fault['msg']}. Options: {', '.join(option_model.model_fields) or 'none'}."
         ) from error
-    bound = {key: getattr(given, key) for key in given.model_fields_set}
+    bound_options = {
+        option: getattr(checked_options, option) for option in checked_options.model_fields_set
+    }
     return Tool(
-        name or own.__name__,
-        description,
-        parameters,
-        partial(function, **bound),
-        concurrency=int(getattr(own, "concurrency", 1)),
-        keeps_outcomes=bool(getattr(own, "keeps_outcomes", False)),
+        name,
+        signature.description,
+        signature.parameters,
+        partial(function, **bound_options),
+        concurrency=int(getattr(plain_function, "concurrency", 1)),
+        keeps_outcomes=bool(getattr(plain_function, "keeps_outcomes", False)),
     )
 
 
+class _ToolSignature(NamedTuple):
+    """What a tool's function says about itself."""
+
+    description: str
+    """The first paragraph of its docstring."""
+    parameters: dict[str, Any]
+    """JSON schema of the arguments that the policy sets."""
+    option_model: Any
+    """Pydantic model of its keyword-only arguments."""
+
+
 @lru_cache(maxsize=1024)
-def _described(function: Callable[..., Any], is_method: bool) -> tuple[str, dict[str, Any], Any]:
+def _describe_function(function: Callable[..., Any], is_method: bool) -> _ToolSignature:
     """Return description and schema of a function's arguments, and a model of its options."""
     name = getattr(function, "__name__", repr(function))
     try:
-        arguments = list(inspect.signature(function).parameters.values())[is_method:]
+        arguments = list(inspect.signature(function).parameters.values())
+        if is_method:
+            arguments = arguments[1:]
         hints = get_type_hints(function, include_extras=True)
-        kinds = {one.kind for one in arguments}
-        if inspect.iscoroutinefunction(function) or kinds & {
+        unsupported = {
             inspect.Parameter.VAR_POSITIONAL,
             inspect.Parameter.VAR_KEYWORD,
             inspect.Parameter.POSITIONAL_ONLY,
-        }:
+        }
+        is_plain = all(argument.kind not in unsupported for argument in arguments)
+        if inspect.iscoroutinefunction(function) or not is_plain:
             raise TypeError("a tool is a plain function with named arguments")
-
-        def model(*, are_options: bool) -> Any:
-            fields: dict[str, Any] = {
-                one.name: (
-                    hints.get(one.name, Any),
-                    ... if one.default is one.empty else one.default,
-                )
-                for one in arguments
-                if (one.kind is one.KEYWORD_ONLY) is are_options
-            }
-            return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-
-        schema = model(are_options=False).model_json_schema()
-        options = model(are_options=True)
+        fields: dict[str, Any] = {}
+        option_fields: dict[str, Any] = {}
+        for argument in arguments:
+            # Pydantic's mark of a required field.
+            default = ... if argument.default is argument.empty else argument.default
+            is_option = argument.kind is argument.KEYWORD_ONLY
+            fields_of_kind = option_fields if is_option else fields
+            fields_of_kind[argument.name] = (hints.get(argument.name, Any), default)
+        config = ConfigDict(extra="forbid")
+        argument_model: Any = create_model(name, __config__=config, **fields)
+        schema: dict[str, Any] = argument_model.model_json_schema()
+        option_model: Any = create_model(name, __config__=config, **option_fields)
     except (TypeError, ValueError, NameError, PydanticUserError) as error:
         raise ConfigurationError(
             f"the arguments of the tool {name!r} have no JSON schema: {error}. Annotate them with "
             "types such as int, str or list[str]."
         ) from error
-    for one in (schema, *schema.get("properties", {}).values()):
-        one.pop("title", None)
-    text = inspect.getdoc(function) or ""
-    return " ".join(text.split("\n\n", 1)[0].split()), schema, options
+    # Titles repeat the names, and cost tokens of the policy.
+    for part in (schema, *schema.get("properties", {}).values()):
+        part.pop("title", None)
+    docstring = inspect.getdoc(function) or ""
+    first_paragraph = docstring.split("\n\n", 1)[0]
+    return _ToolSignature(" ".join(first_paragraph.split()), schema, option_model)
 
 
 # ---- parameters and shipped tools
 
-TOOLS: Registry[Callable[..., Any]] = Registry(
-    "tool",
-    package="nip_astra.scenario_base.tasks",
-    members=("calculator", "python"),
-    modules={"calculator": "library", "python": "tools"},
-)
+TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 
 
 def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -209,18 +226,16 @@ class ToolUseParameters(SubParameters):
 
 def build_tools(parameters: ToolUseParameters, scenario_dir: Path | None) -> list[Tool]:
     """Build the offered tools."""
-    found = []
-    for name, one in parameters.offered.items():
-        is_reference = ":" in one.function
-        function = (
-            find_function(one.function, scenario_dir)[1]
-            if is_reference
-            else TOOLS.get(one.function)
-        )
+    tools = []
+    for name, tool in parameters.offered.items():
+        if ":" in tool.function:
+            _, function = find_function(tool.function, scenario_dir)
+        else:
+            function = TOOLS.get(tool.function)
         if function is python:
             check_any_sandbox()
-        found.append(tool_of(function, name, one.options))
-    return found
+        tools.append(tool_of(function, name, tool.options))
+    return tools
 
 
 @register_tool("python")
@@ -284,13 +299,14 @@ class Toolbox:
         parameters: ToolUseParameters | None = None,
     ) -> Toolbox:
         """Create a toolbox of tools and functions, which must have different names."""
-        found: dict[str, Tool] = {}
-        for one in tools:
-            tool = one if isinstance(one, Tool) else tool_of(one)
-            if tool.name in found:
+        tools_by_name: dict[str, Tool] = {}
+        for tool in tools:
+            if not isinstance(tool, Tool):
+                tool = tool_of(tool)
+            if tool.name in tools_by_name:
                 raise TaskError(f"there are two tools with the name {tool.name!r}. Rename one.")
-            found[tool.name] = tool
-        return cls(found, parameters or ToolUseParameters())
+            tools_by_name[tool.name] = tool
+        return cls(tools_by_name, parameters or ToolUseParameters())
 
     @property
     def described(self) -> tuple[str, ...]:
@@ -331,27 +347,31 @@ class Toolbox:
             calls = [*calls[:max_calls], WrongCall("many", message)]
         return calls
 
-    def _text_call(self, name: str, arguments: str) -> list[ToolCall | WrongCall]:
+    def _text_call(self, name: str, arguments_text: str) -> list[ToolCall | WrongCall]:
         if name not in self.tools:
             # An answer may look like a call.
             return []
-        argument = self.tools[name].single_argument()
+        argument_name = self.tools[name].single_argument()
         try:
-            given = json.loads(arguments or "{}")
+            arguments = json.loads(arguments_text or "{}")
         except (ValueError, RecursionError):
-            given = None
-        if isinstance(given, dict) and (argument is None or argument in given):
-            return [ToolCall(name, given)]
-        if argument is None:
+            arguments = None
+        if isinstance(arguments, dict) and (argument_name is None or argument_name in arguments):
+            return [ToolCall(name, arguments)]
+        if argument_name is None:
             return [WrongCall("malformed", f"the arguments of {name} are no JSON object")]
-        kind = self.tools[name].parameters["properties"][argument].get("type")
-        is_text = kind == "string" or given is None
-        return [ToolCall(name, {argument: arguments if is_text else given})]
+        # The only argument needs no name.
+        schema = self.tools[name].parameters["properties"][argument_name]
+        is_text = schema.get("type") == "string" or arguments is None
+        return [ToolCall(name, {argument_name: arguments_text if is_text else arguments})]
 
     def concurrency(self, calls: Sequence[ToolCall | WrongCall]) -> int:
         """Return the number of threads that may execute these calls."""
-        named = [self.tools.get(one.name) for one in calls if isinstance(one, ToolCall)]
-        return min((tool.concurrency for tool in named if tool is not None), default=1)
+        concurrencies = []
+        for call in calls:
+            if isinstance(call, ToolCall) and call.name in self.tools:
+                concurrencies.append(self.tools[call.name].concurrency)
+        return min(concurrencies, default=1)
 
     def execute(self, call: ToolCall | WrongCall) -> Outcome:
         """Check and execute a call."""
@@ -386,19 +406,21 @@ class Toolbox:
         self, outcomes: Sequence[Outcome], num_tokens: Callable[[str], int], room: int
     ) -> tuple[list[str], Counter[str]]:
         """Return the texts of outcomes for the policy, and counts of calls and errors."""
-        left = min(self.parameters.max_result_tokens, room // 2)
-        texts, counts = [], Counter(calls=len(outcomes))
-        for given, error in outcomes:
-            value = valid_text(given)
-            length = 0 if error else num_tokens(value)
-            if length > left:
-                value, error = f"the result has {length} tokens, more than {left}", "long"
+        num_left = min(self.parameters.max_result_tokens, room // 2)
+        texts = []
+        counts = Counter(calls=len(outcomes))
+        for content, error in outcomes:
+            text = valid_text(content)
+            length = 0 if error else num_tokens(text)
+            if length > num_left:
+                text = f"the result has {length} tokens, more than {num_left}"
+                error = "long"
             if error:
                 counts[error] += 1
-                value = f"Error: {value}"[:MAX_ERROR_LENGTH]
+                text = f"Error: {text}"[:MAX_ERROR_LENGTH]
             else:
-                left -= length
-            texts.append(value)
+                num_left -= length
+            texts.append(text)
         return texts, counts
 
 
@@ -411,12 +433,16 @@ def tool_figures(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
     `tools/calls_mean` is per episode, `tools/error_share` and the share of each kind of error, by
     the names in `ERRORS`, are of calls.
     """
-    calls = sum(one.get("calls", 0) for one in counts)
-    if not calls:
+    calls_per_episode = [episode_counts.get("calls", 0) for episode_counts in counts]
+    num_calls = sum(calls_per_episode)
+    if not num_calls:
         return {}
-    shares = {kind: sum(one.get(kind, 0) for one in counts) / calls for kind in ERRORS}
+    shares = {}
+    for kind in ERRORS:
+        num_errors = sum(episode_counts.get(kind, 0) for episode_counts in counts)
+        shares[kind] = num_errors / num_calls
     return {
-        "tools/calls_mean": fmean(one.get("calls", 0) for one in counts),
+        "tools/calls_mean": fmean(calls_per_episode),
         "tools/error_share": sum(shares.values()),
         **{f"tools/{kind}_share": share for kind, share in shares.items()},
     }

@@ -212,12 +212,7 @@ def _read_lines(rollouts: NestedArrayDict, n: int, cast: Cast) -> list[Line]:
     return lines
 
 
-ROLLOUT_ANALYSERS: ComponentRegistry[type[RolloutAnalyser]] = ComponentRegistry(
-    "rollout_analyser",
-    package="nip_astra.scenario_base.text",
-    members=RolloutAnalyserType,
-    modules=dict.fromkeys(RolloutAnalyserType, "analysers"),
-)
+ROLLOUT_ANALYSERS: ComponentRegistry[type[RolloutAnalyser]] = ComponentRegistry("rollout_analyser")
 
 
 def register_rollout_analyser(

@@ -73,12 +73,7 @@ class PretrainedModel(ABC):
         """Return embeddings of images, float32 [N, F, height, width], without gradients."""
 
 
-PRETRAINED_MODELS: ComponentRegistry[type[PretrainedModel]] = ComponentRegistry(
-    "pretrained_model",
-    package="nip_astra.scenarios.images",
-    members=PretrainedModelType,
-    modules=dict.fromkeys(PretrainedModelType, "pretrained"),
-)
+PRETRAINED_MODELS: ComponentRegistry[type[PretrainedModel]] = ComponentRegistry("pretrained_model")
 PretrainedModelParameters = polymorphic(PRETRAINED_MODELS.get, PretrainedModel.Parameters)
 
 
