@@ -190,7 +190,11 @@ def measure_tracker(name: str, num_kills: int, folder: Path) -> dict[str, Any]:
         num_resumed += kill_run(resolved, place, seconds, draw, earliest=0.5, **settings)
         again = in_a_fork(partial(_resume_and_close, resolved, place, settings), place / "log.txt")
         checked = in_a_fork(partial(_write_fault, name, place), place / "check.txt")
-        difference = f"exit code {again or checked}" if again or checked else ""
+        difference = ""
+        if again or checked:
+            log = place / ("log.txt" if again else "check.txt")
+            last_lines = log.read_text(errors="replace").splitlines()[-3:]
+            difference = f"exit code {again or checked}: {' / '.join(last_lines)}"
         difference = difference or (place / "fault").read_text() or find_fault(place, expected)
         if difference:
             differences.append(difference)
