@@ -191,18 +191,18 @@ def _summary(run: RunRecord) -> Context:
 
 def all_warnings(run: RunRecord) -> list[str]:
     """Return the distinct warnings of results, evaluations and log."""
-    found = [text(one) for one in items(run.results.get("warnings"))]
+    warnings = [text(warning) for warning in items(run.results.get("warnings"))]
     of_evaluations: dict[str, list[str]] = {}
     for name, evaluation in run.evaluations.items():
-        for one in items(evaluation.get("warnings")):
-            of_evaluations.setdefault(text(one), []).append(name)
-    found += [
+        for warning in items(evaluation.get("warnings")):
+            of_evaluations.setdefault(text(warning), []).append(name)
+    warnings += [
         f"{'evaluation' if len(names) == 1 else 'evaluations'} {', '.join(names)}: {line}"
         for line, names in of_evaluations.items()
     ]
-    listed = " ".join(found)
-    found += [line for line in run.log_lines if line.partition(": ")[2] not in listed]
-    return list(dict.fromkeys(found))
+    listed = " ".join(warnings)
+    warnings += [line for line in run.log_lines if line.partition(": ")[2] not in listed]
+    return list(dict.fromkeys(warnings))
 
 
 def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
@@ -221,7 +221,7 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
 def curves(groups: Sequence[RunGroup], *, means_only: bool = False) -> Context:
     """Return learning curves of runs; with `means_only` of the means of groups, without a table."""
     runs = [run for group in groups for run in group.runs]
-    entries = [_legend_entry(one, means_only) for one in groups]
+    entries = [_legend_entry(group, means_only) for group in groups]
     return {
         "legend": _agents(runs[0]) if len(runs) == 1 and not means_only else entries,
         "is_compared": len(runs) > 1 or means_only or bool(runs[0].agents),
@@ -242,7 +242,7 @@ def _agent_figures(run: RunRecord) -> Context | None:
 
 def _episodes(run: RunRecord) -> Context | None:
     tables = transcripts.episode_tables(run)
-    has_texts = any(one.texts for table in tables for one in table.episodes)
+    has_texts = any(episode.texts for table in tables for episode in table.episodes)
     return {"tables": tables, "agents": _agents(run), "has_texts": has_texts} if tables else None
 
 
@@ -283,9 +283,9 @@ def evaluations(run: RunRecord) -> Context | None:
     if not stored:
         return None
     main = [
-        {name: text(one.get(name)) for name in ("attacker", "target") if name in one}
-        | dict(figure_rows(one))
-        for one in stored
+        {name: text(evaluation.get(name)) for name in ("attacker", "target") if name in evaluation}
+        | dict(figure_rows(evaluation))
+        for evaluation in stored
     ]
     targets, attackers = matrix_rows(run.transfer or stored)
     return {
@@ -306,18 +306,20 @@ def _by_evaluation(
 ) -> list[tuple[str, list[TableRow]]]:
     """Return the rows of each evaluation that has any."""
     has_several = len(run.evaluations) > 1
-    groups = [(name * has_several, rows_of(one)) for name, one in run.evaluations.items()]
+    groups = [
+        (name * has_several, rows_of(evaluation)) for name, evaluation in run.evaluations.items()
+    ]
     return [(name, rows) for name, rows in groups if rows]
 
 
 def _all_figures(stored: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[summary.Row]]]:
     """Return every figure of evaluations in groups, those without a group first."""
     parts: dict[str, list[Mapping[str, Any]]] = {"": []}
-    for one in stored:
+    for evaluation in stored:
         hidden = (*GROUPS, *_SHOWN_ELSEWHERE)
-        parts[""].append({name: value for name, value in one.items() if name not in hidden})
+        parts[""].append({name: value for name, value in evaluation.items() if name not in hidden})
         for name, heading in GROUPS.items():
-            part = {heading: one[name]} if name in one else {}
+            part = {heading: evaluation[name]} if name in evaluation else {}
             parts.setdefault(heading, []).append(mapping(part.get(heading)) or part)
     tables = [
         (heading, _side_by_side([dict(figure_labels(column)) for column in columns]))
@@ -336,23 +338,24 @@ def _side_by_side(columns: Sequence[Mapping[str, str]]) -> list[summary.Row]:
 
 def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return the leaves of nested figures with their labels; a rate with its interval is one."""
-    found: list[tuple[str, str]] = []
+    labels: list[tuple[str, str]] = []
     for name, value in values.items():
         if name in _QUOTED:
             continue
         label = f"{prefix}{str(name).replace('_', ' ')}"
         inner = mapping(value)
         if number(inner.get("value")) is not None and name != "kinds":
-            found.append((label, format_figure(values, name)))
-            others = {key: inner[key] for key in inner if key not in ("value", "low", "high")}
-            found += figure_labels(others, f"{label}, ")
+            labels.append((label, format_figure(values, name)))
+            # Such as the numbers of successes and attempts behind a rate.
+            details = {key: inner[key] for key in inner if key not in ("value", "low", "high")}
+            labels += figure_labels(details, f"{label}, ")
         elif inner:
-            found += figure_labels(inner, f"{label}, ")
+            labels += figure_labels(inner, f"{label}, ")
         elif isinstance(value, list | tuple):
-            found.append((label, _list_text(str(name), value)))
+            labels.append((label, _list_text(str(name), value)))
         elif value is not None:
-            found.append((label, format_value(str(name), value)))
-    return found
+            labels.append((label, format_value(str(name), value)))
+    return labels
 
 
 def _list_text(name: str, values: Sequence[Any]) -> str:
@@ -375,23 +378,25 @@ def _item_text(value: Any) -> str:
 def planted(run: RunRecord) -> Context | None:
     """Return the planted failures with the query at which training found each, and their curve."""
     training = mapping(run.results.get("training"))
-    found = mapping(training.get("plants"))
+    discovered = mapping(training.get("plants"))
     random_search = mapping(run.results.get("random_search"))
     random = mapping(random_search.get("plants"))
     stored = [mapping(plant) for plant in items(run.results.get("planted_failures"))]
-    known = {text(plant.get("name")): plant for plant in stored}
-    queries = {name: query for name in found if (query := number(found[name])) is not None}
+    plants = {text(plant.get("name")): plant for plant in stored}
+    queries = {
+        name: query for name in discovered if (query := number(discovered[name])) is not None
+    }
     rows = []
-    for name in sorted({**found, **known}, key=lambda name: queries.get(name, float("inf"))):
-        plant = known.get(name, {})
+    for name in sorted({**discovered, **plants}, key=lambda name: queries.get(name, float("inf"))):
+        plant = plants.get(name, {})
         ordinary = one_in(plant.get("rarity"))
-        cells = [text(plant.get("description")), ordinary, count(found.get(name))]
+        cells = [text(plant.get("description")), ordinary, count(discovered.get(name))]
         rows.append(summary.Row(name, [*cells, count(random.get(name))] if random else cells))
     if not rows:
         return None
     by_random = _discovered(random, number(random_search.get("target_queries")))
     lines = [
-        Line("training", _discovered(found, number(training.get("target_queries"))), 1),
+        Line("training", _discovered(discovered, number(training.get("target_queries"))), 1),
         Line("random search", by_random, 0, is_dashed=True),
     ]
     chart = _chart_of_discoveries("Planted failures found", "by target queries spent", lines)
@@ -404,24 +409,28 @@ def kinds_found(run: RunRecord) -> Chart | None:
     for color, (name, evaluation) in enumerate(run.evaluations.items(), start=1):
         queries = items(mapping(evaluation.get("kinds")).get("by_queries"))
         total = number(mapping(evaluation.get("budget")).get("target_queries"))
-        found = {str(place): query for place, query in enumerate(queries)}
-        lines.append(Line(name, _discovered(found, total), color % NUM_COLORS))
+        query_by_number = {str(number_met): query for number_met, query in enumerate(queries)}
+        lines.append(Line(name, _discovered(query_by_number, total), color % NUM_COLORS))
     note = "clusters of failing probes, by target queries"
     return _chart_of_discoveries("Kinds of failure met", note, lines)
 
 
 def _chart_of_discoveries(title: str, note: str, lines: Sequence[Line]) -> Chart | None:
-    shown = [replace(line, has_steps=True) for line in lines if len(line.points) > 1]
-    return line_chart(title, shown, note=note, kind="count", x_label="query")
+    drawn = [replace(line, has_steps=True) for line in lines if len(line.points) > 1]
+    return line_chart(title, drawn, note=note, kind="count", x_label="query")
 
 
 def _discovered(
-    found: Mapping[str, Any], num_queries: float | None
+    query_by_plant: Mapping[str, Any], num_queries: float | None
 ) -> list[tuple[float, float | None]]:
     """Return the number of plants found over queries, up to the last query."""
-    queries = sorted(query for value in found.values() if (query := number(value)) is not None)
-    points: list[tuple[float, float | None]] = [(0.0, 0.0)] if found else []
-    points += [(query, float(place)) for place, query in enumerate(queries, start=1)]
+    queries = sorted(
+        query for value in query_by_plant.values() if (query := number(value)) is not None
+    )
+    points: list[tuple[float, float | None]] = [(0.0, 0.0)] if query_by_plant else []
+    points += [
+        (query, float(num_discovered)) for num_discovered, query in enumerate(queries, start=1)
+    ]
     if num_queries is not None and points and num_queries > points[-1][0]:
         points.append((num_queries, float(len(queries))))
     return points
@@ -452,14 +461,16 @@ def _by_turn(nodes: Sequence[Node]) -> list[tuple[list[str], float | None]]:
     if any(node.threshold is None for node in nodes):
         return []
     # A conversation is censored at its first turn without a verdict.
-    outcomes = [[node.outcome for node in own] for own in conversations_of(nodes).values()]
+    outcomes = [
+        [node.outcome for node in conversation] for conversation in conversations_of(nodes).values()
+    ]
     survival = kaplan_meier(follow_up_of(outcomes)).survival
     rows = []
     for turn, survived in enumerate(map(number, survival), start=1):
-        level = [one for one in nodes if one.depth == turn - 1]
-        scores = [one.response_score for one in level if one.response_score is not None]
+        level = [node for node in nodes if node.depth == turn - 1]
+        scores = [node.response_score for node in level if node.response_score is not None]
         mean = sum(scores) / len(scores) if scores else None
-        failing = sum(one.is_failure for one in level) / len(scores) if scores else None
+        failing = sum(node.is_failure for node in level) / len(scores) if scores else None
         cells = [count(turn), count(len(scores)), decimal(mean), percent(failing)]
         rows.append(([*cells, percent(survived)], survived))
     return rows
@@ -467,31 +478,35 @@ def _by_turn(nodes: Sequence[Node]) -> list[tuple[list[str], float | None]]:
 
 def analyses(run: RunRecord) -> dict[str, Any] | None:
     """Return the table of all analyses of a run; None without any."""
-    found = [one for one in run.analyses if mapping(one.get("shares"))]
-    if not found:
+    judged = [analysis for analysis in run.analyses if mapping(analysis.get("shares"))]
+    if not judged:
         return None
-    places = sorted({split_and_iteration(one) for one in found})
+    samplings = sorted({split_and_iteration(analysis) for analysis in judged})
     names = dict.fromkeys(
-        (text(one.get("analyser")), agent) for one in found for agent in mapping(one["shares"])
+        (text(analysis.get("analyser")), agent)
+        for analysis in judged
+        for agent in mapping(analysis["shares"])
     )
     rows = []
     for name, agent in names:
         by_place = {
-            split_and_iteration(one): mapping(mapping(one["shares"]).get(agent))
-            for one in found
-            if text(one.get("analyser")) == name
+            split_and_iteration(analysis): mapping(mapping(analysis["shares"]).get(agent))
+            for analysis in judged
+            if text(analysis.get("analyser")) == name
         }
         rows.append(
             {
                 "analyser": words(name),
                 "agent": words(agent),
-                "cells": [share_text(by_place.get(place, {})) for place in places],
+                "cells": [share_text(by_place.get(sampling, {})) for sampling in samplings],
             }
         )
-    meanings = {text(one.get("analyser")): text(one.get("meaning")) for one in found}
-    judges = sorted({text(mapping(one.get("judge")).get("model")) for one in found})
+    meanings = {
+        text(analysis.get("analyser")): text(analysis.get("meaning")) for analysis in judged
+    }
+    judges = sorted({text(mapping(analysis.get("judge")).get("model")) for analysis in judged})
     return {
-        "headings": [f"{split}, iteration {number_of + 1}" for split, number_of in places],
+        "headings": [f"{split}, iteration {index + 1}" for split, index in samplings],
         "rows": rows,
         "meanings": [(words(name), written) for name, written in meanings.items()],
         "judges": judges,
@@ -516,14 +531,17 @@ def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | Non
         "after": mapping(run.results.get("after")),
     }
     reports = {name: report for name, report in reports.items() if "distinct_share" in report}
-    measured = {name: mapping(one.get("diversity")) for name, one in run.evaluations.items()}
-    measured = {name: one for name, one in measured.items() if one}
+    measured = {
+        name: mapping(evaluation.get("diversity")) for name, evaluation in run.evaluations.items()
+    }
+    measured = {name: diversity for name, diversity in measured.items() if diversity}
     columns = [
-        {"distinct among successful probes": summary.distinct_text(one)} for one in reports.values()
+        {"distinct among successful probes": summary.distinct_text(report)}
+        for report in reports.values()
     ]
-    columns += [dict(figure_labels(one)) for one in measured.values()]
+    columns += [dict(figure_labels(diversity)) for diversity in measured.values()]
     rows = _side_by_side(columns)
-    members = [one for group in grouped.groups for one in group.members] if grouped else []
+    members = [failure for group in grouped.groups for failure in group.members] if grouped else []
     repeated = sorted(members, key=lambda member: -member.num_occurrences)[:MAX_REPEATED]
     if not rows and not repeated:
         return None
@@ -587,8 +605,8 @@ class Parameter:
     @property
     def is_of_file(self) -> bool:
         """Whether it comes from a parameter file of the user."""
-        others = (one for one in self.source.split(", ") if one not in _GIVEN)
-        return not all(map(_is_shipped, others))
+        layers = (source for source in self.source.split(", ") if source not in _GIVEN)
+        return not all(map(_is_shipped, layers))
 
 
 def parameters(run: RunRecord) -> list[Parameter]:
@@ -609,20 +627,22 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
     file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
     device = text(run.settings.get("device"))
     where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
-    found = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
-    every = parameters(run)
-    if run.sources and not any(one.is_of_file for one in every):
+    repeating = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
+    all_parameters = parameters(run)
+    if run.sources and not any(parameter.is_of_file for parameter in all_parameters):
         names = ("trainer", "scenario", "seed")
         options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
         values = dict(flatten(run.hyper_params))
-        for one in every:
-            if one.source == "--plugin":
+        for parameter in all_parameters:
+            if parameter.source == "--plugin":
                 plugins = items(run.hyper_params.get("plugins"))
                 options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
-            elif one.is_given and one.path not in names:
-                options.append(f"--set {shlex.quote(assignment(one.path, values[one.path]))}")
-        found.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
-    return found
+            elif parameter.is_given and parameter.path not in names:
+                options.append(
+                    f"--set {shlex.quote(assignment(parameter.path, values[parameter.path]))}"
+                )
+        repeating.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
+    return repeating
 
 
 def _is_shipped(source: str) -> bool:
@@ -632,16 +652,16 @@ def _is_shipped(source: str) -> bool:
 
 
 def _parameters(run: RunRecord) -> Context | None:
-    every = parameters(run)
+    all_parameters = parameters(run)
     groups: dict[str, list[Parameter]] = {}
-    for one in every:
-        group = one.path.partition(".")[0] if "." in one.path else "experiment"
-        groups.setdefault(group, []).append(one)
-    if not every:
+    for parameter in all_parameters:
+        group = parameter.path.partition(".")[0] if "." in parameter.path else "experiment"
+        groups.setdefault(group, []).append(parameter)
+    if not all_parameters:
         return None
     return {
         "groups": list(groups.items()),
-        "given": [one for one in every if one.is_given],
+        "given": [parameter for parameter in all_parameters if parameter.is_given],
         "has_sources": bool(run.sources),
     }
 
@@ -665,58 +685,59 @@ def cards(run: RunRecord) -> dict[str, Any] | None:
 def determinism(run: RunRecord) -> list[str]:
     """Return the conditions under which the same command gives the same numbers."""
     seed = text(run.hyper_params.get("seed"))
-    found = [f"All random numbers derive from the seed {seed} by name."] if seed else []
+    sentences = [f"All random numbers derive from the seed {seed} by name."] if seed else []
     threads = number(run.environment.get("num_threads"))
     device = text(run.environment.get("device")) or text(run.settings.get("device")) or "cpu"
     if device == "cpu":
         many = "" if threads is None else f" with {counted(threads, 'thread')}"
-        found.append(
+        sentences.append(
             f"It ran on a CPU{many}: the same parameters, packages, threads and kind of processor "
             "give the same numbers to the last bit, also where a run was stopped and resumed."
         )
     else:
-        found.append(
+        sentences.append(
             f"Its device was {device}: a GPU may add numbers up in another order each time, so "
             "that last digits differ, and with them words that were nearly as likely."
         )
     models = [*_of_parameters(run), *_of_evaluations(run)]
     if any((card.get("role"), card.get("kind")) == ("scorer", "judge") for card in models):
-        found.append("A service stands behind a scorer; it may answer otherwise another time.")
-    return found
+        sentences.append("A service stands behind a scorer; it may answer otherwise another time.")
+    return sentences
 
 
 def _of_evaluations(run: RunRecord) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
+    all_cards: list[Mapping[str, Any]] = []
     for evaluation in run.evaluations.values():
         for card in map(mapping, items(evaluation.get("cards"))):
-            if card and card not in found:
-                found.append(card)
+            if card and card not in all_cards:
+                all_cards.append(card)
     order = (*_ROLES, "scorer")
-    return sorted(found, key=lambda card: [text(card.get("role")) != role for role in order])
+    return sorted(all_cards, key=lambda card: [text(card.get("role")) != role for role in order])
 
 
 def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
     """Return model facts from the parameters, if no evaluation inspected the weights."""
     sections = [mapping(value) for value in run.hyper_params.values()]
-    section = next((one for one in sections if "target" in one and "scorer" in one), {})
-    found: list[Mapping[str, Any]] = []
+    with_a_target = [section for section in sections if "target" in section and "scorer" in section]
+    section = with_a_target[0] if with_a_target else {}
+    all_cards: list[Mapping[str, Any]] = []
     for role in _ROLES:
         agent = mapping(section.get(role))
         model = mapping(agent.get("language_model")) or mapping(agent.get("chat_model"))
         if model:
-            found.append(_card(role, model))
+            all_cards.append(_card(role, model))
     scorer = mapping(section.get("scorer"))
     if scorer:
-        found.append(_card("scorer", scorer) | {"threshold": section.get("failure_threshold")})
-    return found
+        all_cards.append(_card("scorer", scorer) | {"threshold": section.get("failure_threshold")})
+    return all_cards
 
 
 def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     kind = text(parameters.get("_type"))
-    places = [parameters.get("base_url"), parameters.get("model")]
+    origins = [parameters.get("base_url"), parameters.get("model")]
     if parameters.get("service") == "local":
-        places = [parameters.get("weights")]
-    source = next(filter(None, places), None)
+        origins = [parameters.get("weights")]
+    source = next(filter(None, origins), None)
     return {"role": role, "name": kind, "kind": kind, "source": source}
 
 
@@ -738,8 +759,8 @@ def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
 def _environment(run: RunRecord) -> Context | None:
     times = summary.times(run)
     signatures = (SIGNATURE, SETTINGS_SIGNATURE)
-    known = {name: one for name, one in run.environment.items() if name not in signatures}
-    values = flatten({**known, "settings": run.settings})
+    described = {name: value for name, value in run.environment.items() if name not in signatures}
+    values = flatten({**described, "settings": run.settings})
     return {
         "environment": [
             (name, value_text(value)) for name, value in values if value not in (None, [])
@@ -755,21 +776,21 @@ def _environment(run: RunRecord) -> Context | None:
 def _services(run: RunRecord) -> Context | None:
     """Return the usage of chat models by a run and its evaluations; None without any."""
     used = {"the run": run.results}
-    used |= {f"evaluation {name}": one for name, one in run.evaluations.items()}
-    services = {where: mapping(one.get("services")) for where, one in used.items()}
+    used |= {f"evaluation {name}": evaluation for name, evaluation in run.evaluations.items()}
+    services = {where: mapping(report.get("services")) for where, report in used.items()}
     rows = [
         (f"{label}, {where}", cells)
-        for where, one in services.items()
-        for label, cells in service_rows(one)
+        for where, by_role in services.items()
+        for label, cells in service_rows(by_role)
     ]
-    every = [mapping(use) for one in services.values() for use in one.values()]
+    all_uses = [mapping(use) for by_role in services.values() for use in by_role.values()]
     if not rows:
         return None
     return {
         "headings": SERVICE_HEADINGS,
         "rows": rows,
-        "is_guessed": any(number(use.get("num_estimated")) for use in every),
-        "has_prices": any(number(use.get("cost")) is not None for use in every),
+        "is_guessed": any(number(use.get("num_estimated")) for use in all_uses),
+        "has_prices": any(number(use.get("cost")) is not None for use in all_uses),
     }
 
 
@@ -787,7 +808,7 @@ def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
     tables = []
     for kind, (title, lead) in _OVERVIEWS.items():
         columns = summary.OVERVIEW[kind]
-        blocks = [_block(one, anchors, columns) for one in groups if one.runs[0].kind == kind]
+        blocks = [_block(group, anchors, columns) for group in groups if group.runs[0].kind == kind]
         if blocks:
             tables.append(
                 {
@@ -815,7 +836,7 @@ def _block(
         {
             "label": run_label(run, group),
             "anchor": anchors[id(run)],
-            "cells": [one.cell(mapping(run.results.get(one.part))) for one in columns],
+            "cells": [column.cell(mapping(run.results.get(column.part))) for column in columns],
             "whisker": summary.rate_whisker(summary.measured(run)[1], group.color),
             "protocol": summary.protocol_of(run),
             "rewards": summary.reward_texts(run),
@@ -823,14 +844,14 @@ def _block(
         for run in group.runs
     ]
     if len(group.runs) > 1:
-        known = _values(group, columns[1])
-        mean = sum(known) / len(known) if known else None
-        ends = (min(known), max(known)) if known else (None, None)
+        values = _values(group, columns[1])
+        mean = sum(values) / len(values) if values else None
+        ends = (min(values), max(values)) if values else (None, None)
         rows.append(
             {
                 "label": f"mean of {len(group.runs)}",
                 "anchor": "",
-                "cells": [_spread(_values(group, one), one.form) for one in columns],
+                "cells": [_spread(_values(group, column), column.form) for column in columns],
                 "whisker": whisker(mean, *ends, limit=1.0, color=group.color),
                 "protocol": "",
                 "rewards": [],
