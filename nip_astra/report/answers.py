@@ -121,8 +121,8 @@ class Item:
         before, after = (_majority(sides) for sides in (self.before, self.after))
         if before is not None and after is not None:
             return KINDS[before, after]
-        known = before if after is None else after
-        return UNKNOWN if known is None else RIGHT if known else WRONG
+        is_correct = before if after is None else after
+        return UNKNOWN if is_correct is None else RIGHT if is_correct else WRONG
 
 
 @dataclass
@@ -144,9 +144,9 @@ class Group:
     @property
     def counts(self) -> dict[str, int]:
         """Number of items by kind, in the order of kinds."""
-        found = Counter(item.kind for item in self.items)
+        number_of = Counter(item.kind for item in self.items)
         kinds = [*KINDS.values(), RIGHT, WRONG, UNKNOWN]
-        return {self.named(kind): found[kind] for kind in kinds if found[kind]}
+        return {self.named(kind): number_of[kind] for kind in kinds if number_of[kind]}
 
     @property
     def tiles(self) -> list[tuple[str, int]]:
@@ -159,7 +159,7 @@ class Group:
     @property
     def listed(self) -> list[Item]:
         """The items on the page."""
-        return [item for place, item in enumerate(self.items) if place not in self.left_out]
+        return [item for index, item in enumerate(self.items) if index not in self.left_out]
 
     @property
     def shown(self) -> list[tuple[str, list[Any]]]:
@@ -169,24 +169,30 @@ class Group:
     def plain(self, item: Item) -> list[Any]:
         """Return kind, title, note, prompt and sides, for the page's script."""
         sides = [
-            [one.label, self.named(one.outcome), one.reward, one.facts, self._cut(one.messages)]
-            for one in item.sides
+            [
+                side.label,
+                self.named(side.outcome),
+                side.reward,
+                side.facts,
+                self._cut(side.messages),
+            ]
+            for side in item.sides
         ]
         title = safe_text(item.title[: self.limit])
         return [self.named(item.kind), title, safe_text(item.note), self._cut(item.prompt), sides]
 
     def _cut(self, messages: Iterable[Message]) -> list[list[str]]:
-        found = []
+        cut_messages = []
         for role, content in messages:
             end = f" … {len(content) - self.limit:,} characters more"
-            shown = content if len(content) <= self.limit else content[: self.limit] + end
-            found.append([safe_text(role), safe_text(shown)])
-        return found
+            cut_content = content if len(content) <= self.limit else content[: self.limit] + end
+            cut_messages.append([safe_text(role), safe_text(cut_content)])
+        return cut_messages
 
     @property
     def data(self) -> Markup:
         """Return all items as JSON for a script element, which none of their texts can close."""
-        written = json.dumps([self.plain(one) for one in self.listed], separators=(",", ":"))
+        written = json.dumps([self.plain(item) for item in self.listed], separators=(",", ":"))
         return Markup(written.replace("<", "\\u003c"))
 
 
@@ -209,8 +215,8 @@ def groups_of(run: RunRecord) -> list[Group]:
             pairs = [Item(*entry[1:4], after=[entry.side]) for entry in entries]
         else:
             # An evaluation of an attacker may be against another target.
-            other = [] if kind == CONVERSATION and name != "evaluation" else before
-            untrained = tables.get(f"{name}-untrained") or other
+            before_of_run = [] if kind == CONVERSATION and name != "evaluation" else before
+            untrained = tables.get(f"{name}-untrained") or before_of_run
             pairs = _paired(untrained, entries, keeps_all=name == "evaluation")
         unit, figure = UNITS[kind]
         group = Group(title, pairs, "answer" if name == "train" else unit)
@@ -223,32 +229,32 @@ def groups_of(run: RunRecord) -> list[Group]:
             _fitted(Group("Before training", _paired(before, [], keeps_all=True), UNITS[kind][0]))
         )
     if kind == CONVERSATION:
-        groups = [replace(one, words=ATTACKED, left_out=_left_out(one)) for one in groups]
+        groups = [replace(group, words=ATTACKED, left_out=_left_out(group)) for group in groups]
         return [group for group in groups if group.tiles]
     # A sample of episodes is balanced, so that its counts would mislead.
-    return [one for one in groups if not (kind == PROTOCOL and one.num_all)]
+    return [group for group in groups if not (kind == PROTOCOL and group.num_all)]
 
 
 def _paired(before: Sequence[Entry], after: Sequence[Entry], *, keeps_all: bool) -> list[Item]:
     """Return an item for each problem of `after`, and with `keeps_all` of `before`, in order."""
-    found: dict[str, Item] = {}
+    item_by_key: dict[str, Item] = {}
     for entry in after:
-        found.setdefault(entry.key, Item(*entry[1:4])).after.append(entry.side)
+        item_by_key.setdefault(entry.key, Item(*entry[1:4])).after.append(entry.side)
     for entry in before:
-        if keeps_all or entry.key in found:
-            item = found.setdefault(entry.key, Item(*entry[1:4]))
+        if keeps_all or entry.key in item_by_key:
+            item = item_by_key.setdefault(entry.key, Item(*entry[1:4]))
             item.before.append(entry.side._replace(label=f"before {entry.side.label}".strip()))
-    is_paired = any(item.before for item in found.values())
-    for item in found.values():
+    is_paired = any(item.before for item in item_by_key.values())
+    for item in item_by_key.values():
         label = "after" if is_paired else ""
-        item.after = [one._replace(label=f"{label} {one.label}".strip()) for one in item.after]
-    return list(found.values())
+        item.after = [side._replace(label=f"{label} {side.label}".strip()) for side in item.after]
+    return list(item_by_key.values())
 
 
 def _majority(sides: Sequence[Side]) -> bool | None:
     """Return whether more than half of the sides with a verdict are right."""
-    known = [one.is_correct for one in sides if one.is_correct is not None]
-    return 2 * sum(known) > len(known) if known else None
+    verdicts = [side.is_correct for side in sides if side.is_correct is not None]
+    return 2 * sum(verdicts) > len(verdicts) if verdicts else None
 
 
 def _left_out(group: Group) -> frozenset[int]:
@@ -257,11 +263,11 @@ def _left_out(group: Group) -> frozenset[int]:
     kinds = [item.kind for item in group.items]
     ranks = [changes.index(kind) if kind in changes else len(changes) for kind in kinds]
     room, left_out = MAX_CONVERSATIONS, set()
-    for place in sorted(range(len(kinds)), key=ranks.__getitem__):
-        sides = group.items[place].sides
+    for index in sorted(range(len(kinds)), key=ranks.__getitem__):
+        sides = group.items[index].sides
         room -= sum(len(content) + 30 for side in sides for _, content in side.messages) + 200
         if room < 0:
-            left_out.add(place)
+            left_out.add(index)
     return frozenset(left_out)
 
 
@@ -269,11 +275,11 @@ def _fitted(group: Group) -> Group:
     texts = [
         content
         for item in group.items
-        for messages in (item.prompt, *(one.messages for one in item.sides))
+        for messages in (item.prompt, *(side.messages for side in item.sides))
         for _, content in messages
     ]
-    lengths = [len(one) for one in (*texts, *(item.title for item in group.items))]
-    fitting = (cut for cut in CUTS if sum(min(one, cut) for one in lengths) <= MAX_CHARACTERS)
+    lengths = [len(written) for written in (*texts, *(item.title for item in group.items))]
+    fitting = (cut for cut in CUTS if sum(min(length, cut) for length in lengths) <= MAX_CHARACTERS)
     group.limit = next(fitting, CUTS[-1])
     return group
 
@@ -288,13 +294,15 @@ def _tables_of(run: RunRecord) -> dict[str, list[Entry]]:
         TASK: _problems,
         CONVERSATION: _conversations,
     }
-    found: dict[str, list[Entry]] = {}
+    entries_by_table: dict[str, list[Entry]] = {}
     for name, step, rows in by_step(stored):
         if run.kind == TASK and name == "train":
-            found.setdefault(name, []).extend(_problems(run, rows, f"iteration {step:,}"))
-        elif name != "train" and name not in found:
-            found[name] = list(entries_of[run.kind](run, rows))
-    return found
+            entries_by_table.setdefault(name, []).extend(
+                _problems(run, rows, f"iteration {step:,}")
+            )
+        elif name != "train" and name not in entries_by_table:
+            entries_by_table[name] = list(entries_of[run.kind](run, rows))
+    return entries_by_table
 
 
 def _time_by_time(entries: Iterable[Entry]) -> Iterator[Entry]:
@@ -319,15 +327,16 @@ def _problems(run: RunRecord, nodes: Sequence[Node], label: str = "") -> Iterato
 
 def _entry_of(node: Node, key: str, success: float | None, label: str, has_runs: bool) -> Entry:
     messages = node.messages
-    own = next(
-        (i for i, one in enumerate(messages) if one[0] in ("assistant", REASONING)), len(messages)
+    first_answer = next(
+        (i for i, message in enumerate(messages) if message[0] in ("assistant", REASONING)),
+        len(messages),
     )
     is_correct = node.is_correct
     if is_correct is None and node.reward is not None and (success is not None or node.reward <= 1):
         is_correct = node.reward >= (1.0 if success is None else success)
     facts = "no reward" if node.reward is None else f"reward {decimal(node.reward)}"
     parts = [f"{words(name)} {decimal(value)}" for name, value in node.reward_parts.items()]
-    prompt = messages[:own]
+    prompt = messages[:first_answer]
     title = prompt[-1][1] if prompt else node.prompt
     return Entry(
         key,
@@ -337,7 +346,7 @@ def _entry_of(node: Node, key: str, success: float | None, label: str, has_runs:
         prompt if len(prompt) > 1 else [],
         Side(
             label or (f"run {node.run + 1}" if has_runs else ""),
-            *(is_correct, node.reward, ", ".join([facts, *parts]), messages[own:]),
+            *(is_correct, node.reward, ", ".join([facts, *parts]), messages[first_answer:]),
         ),
     )
 
@@ -350,22 +359,24 @@ def _episodes(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ent
 def _episode(row: Mapping[str, Any]) -> Entry:
     datapoint = mapping(row.get("datapoint"))
     label = number(row.get("y", row.get("label")))
-    place = count(row.get("datapoint_id", datapoint.get("id")))
-    texts = [f"{words(name)}: {one}" for name, one in mapping(datapoint.get("texts")).items()]
+    datapoint_id = count(row.get("datapoint_id", datapoint.get("id")))
+    texts = [
+        f"{words(name)}: {content}" for name, content in mapping(datapoint.get("texts")).items()
+    ]
     decision = row.get("decision")
     decided = number(decision)
     decision_text = text(decision) if decided is None else DECISIONS.get(int(decided), "")
     decision_text = "" if decided == UNDECIDED else decision_text
     rewards = mapping(row.get("rewards"))
     facts = [decision_text or "no decision"]
-    facts += [f"reward of {words(name)} {decimal(one)}" for name, one in rewards.items()]
+    facts += [f"reward of {words(name)} {decimal(reward)}" for name, reward in rewards.items()]
     stored = row.get("is_correct")
     is_correct = stored if isinstance(stored, bool) else outcome_of(row) == RIGHT
-    wanted = "" if label is None else DECISIONS.get(int(label), "")
+    right_decision = "" if label is None else DECISIONS.get(int(label), "")
     return Entry(
-        f"{place}/{label}/{text(row.get('datapoint_hash'))}",
-        " · ".join(texts) or f"datapoint {place}",
-        f"right: {wanted}" if wanted else "",
+        f"{datapoint_id}/{label}/{text(row.get('datapoint_hash'))}",
+        " · ".join(texts) or f"datapoint {datapoint_id}",
+        f"right: {right_decision}" if right_decision else "",
         [],
         Side("", is_correct, None, ", ".join(facts), list(_moves(row))),
     )
@@ -373,9 +384,13 @@ def _episode(row: Mapping[str, Any]) -> Entry:
 
 def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
     """Yield agents' messages in a text protocol; symbols of networks are in the sample episodes."""
-    for one in (mapping(one) for one in items(row.get("rounds"))):
-        for move in (mapping(move) for move in items(one.get("moves"))):
-            sent = [one for one in mapping(move.get("messages")).values() if isinstance(one, str)]
+    for round_row in (mapping(round_row) for round_row in items(row.get("rounds"))):
+        for move in (mapping(move) for move in items(round_row.get("moves"))):
+            sent = [
+                message
+                for message in mapping(move.get("messages")).values()
+                if isinstance(message, str)
+            ]
             decision = number(move.get("decision"))
             ended = [] if decision in (None, 2) else [f"({DECISIONS.get(int(decision or 0), '')})"]
             if reasoning := text(move.get("reasoning")):

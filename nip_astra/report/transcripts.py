@@ -79,8 +79,8 @@ class Episode:
     @property
     def reward(self) -> float | None:
         """The highest reward of a turn."""
-        known = [turn.node.reward for turn in self.turns if turn.node.reward is not None]
-        return max(known, default=None)
+        rewards = [turn.node.reward for turn in self.turns if turn.node.reward is not None]
+        return max(rewards, default=None)
 
     @property
     def first_failure(self) -> int | None:
@@ -105,8 +105,8 @@ class Episode:
         """Return the worst turn of each depth."""
         worst: dict[int, Turn] = {}
         for turn in self.turns:
-            known = worst.get(turn.node.depth)
-            if known is None or _score(turn) > _score(known):
+            worst_so_far = worst.get(turn.node.depth)
+            if worst_so_far is None or _score(turn) > _score(worst_so_far):
                 worst[turn.node.depth] = turn
         return [worst[depth] for depth in sorted(worst)]
 
@@ -165,8 +165,8 @@ class Scale:
 def reward_scale(run: RunRecord) -> Scale:
     """Return the scale from the lowest to the highest reward of a run's conversations."""
     rewards = [node.reward for nodes in run.tables.values() for node in nodes]
-    known = [reward for reward in rewards if reward is not None]
-    return Scale(min(known), max(known)) if known else Scale(0.0, 0.0)
+    given_rewards = [reward for reward in rewards if reward is not None]
+    return Scale(min(given_rewards), max(given_rewards)) if given_rewards else Scale(0.0, 0.0)
 
 
 def tables_of(run: RunRecord, *, num_runs: int = 1, prefix: str = "conversations") -> list[Table]:
@@ -175,14 +175,14 @@ def tables_of(run: RunRecord, *, num_runs: int = 1, prefix: str = "conversations
     The page has `num_runs` runs; `prefix` begins the ids of its conversations.
     """
     scale = reward_scale(run)
-    taken: set[str] = set()
+    anchors_used: set[str] = set()
     tables = []
     for name, step, nodes in by_step(run.tables):
         is_chain = bool(_CHAINS.fullmatch(name))
         gathered = conversations_of(nodes).values()
         episodes = [_episode(members, scale, is_chain=is_chain) for members in gathered]
         episodes.sort(key=lambda episode: episode.rank, reverse=True)
-        _name_turns(name, episodes, prefix, taken)
+        _name_turns(name, episodes, prefix, anchors_used)
         table = Table(name, title_of(name, "held-out"), step, episodes, len(episodes), len(nodes))
         tables.append(table)
     sizes = [sum(episode.size for episode in table.episodes) for table in tables]
@@ -195,15 +195,19 @@ def tables_of(run: RunRecord, *, num_runs: int = 1, prefix: str = "conversations
     return tables
 
 
-def _name_turns(table: str, episodes: Sequence[Episode], prefix: str, taken: set[str]) -> None:
+def _name_turns(
+    table: str, episodes: Sequence[Episode], prefix: str, anchors_used: set[str]
+) -> None:
     """Assign ids to conversations and turns, equal whenever the page is rendered again."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", table.removeprefix("evaluations/")).strip("-")
-    for episode in sorted(episodes, key=lambda one: one.turns[0].node.conversation):
+    for episode in sorted(episodes, key=lambda episode: episode.turns[0].node.conversation):
         first = episode.turns[0].node
         stem = f"{prefix}-{slug or 'table'}-{first.step}-{first.episode}"
-        others = (f"{stem}-again-{number}" for number in count_from(2))
-        episode.anchor = next(one for one in chain([stem], others) if one not in taken)
-        taken.add(episode.anchor)
+        repeated_stems = (f"{stem}-again-{number}" for number in count_from(2))
+        episode.anchor = next(
+            anchor for anchor in chain([stem], repeated_stems) if anchor not in anchors_used
+        )
+        anchors_used.add(episode.anchor)
         episode.label = label_of(table, first)
         turns: set[str] = set()
         for turn in () if episode.is_flat else episode.turns:
@@ -220,8 +224,8 @@ def order_of(table: str) -> int:
 
 def title_of(table: str, data: str) -> str:
     """Return the heading of a table, with its data."""
-    named = table.replace("evaluations/", "Evaluation ")
-    return _TITLES[table].format(data) if table in _TITLES else named
+    title = table.replace("evaluations/", "Evaluation ")
+    return _TITLES[table].format(data) if table in _TITLES else title
 
 
 def by_step(
@@ -229,20 +233,20 @@ def by_step(
 ) -> Iterator[tuple[str, int, list[AnyRow]]]:
     """Yield name, iteration and rows of each table, the newest iteration first."""
     for name in sorted(tables, key=lambda name: (order_of(name), name)):
-        found: dict[int, list[AnyRow]] = {}
+        rows_by_step: dict[int, list[AnyRow]] = {}
         for row in tables[name]:
             step = row.step if isinstance(row, Node) else number(mapping(row).get("step"))
-            found.setdefault(int(step or 0), []).append(row)
-        for step in sorted(found, reverse=True):
-            yield name, step, found[step]
+            rows_by_step.setdefault(int(step or 0), []).append(row)
+        for step in sorted(rows_by_step, reverse=True):
+            yield name, step, rows_by_step[step]
 
 
 def conversations_of(nodes: Iterable[Node]) -> dict[Key, list[Node]]:
     """Group the nodes of a table by conversation, each in the order of the rows."""
-    found: dict[Key, list[Node]] = {}
+    by_conversation: dict[Key, list[Node]] = {}
     for node in nodes:
-        found.setdefault(node.conversation, []).append(node)
-    return found
+        by_conversation.setdefault(node.conversation, []).append(node)
+    return by_conversation
 
 
 def _episode(nodes: list[Node], scale: Scale, *, is_chain: bool) -> Episode:
@@ -281,21 +285,25 @@ def _linked(turns: list[Turn]) -> list[Turn]:
 def _turn(node: Node, scale: Scale) -> Turn:
     outcome = str(node.outcome)
     scores = {"score": node.response_score, "with probe": node.combined_score}
-    shown = [(name, f"{value:.3f}") for name, value in scores.items() if value is not None]
+    figures_by_name = [
+        (name, f"{value:.3f}") for name, value in scores.items() if value is not None
+    ]
     figures = {"reward": node.reward, "NLL": node.probe_nll, **node.reward_parts}
-    shown += [(name, decimal(value)) for name, value in figures.items() if value is not None]
+    figures_by_name += [
+        (name, decimal(value)) for name, value in figures.items() if value is not None
+    ]
     if outcome in ("error", "undetermined"):
-        shown.insert(0, ("score", "scorer failed" if node.is_error else "no verdict"))
+        figures_by_name.insert(0, ("score", "scorer failed" if node.is_error else "no verdict"))
     shade, score_shade = scale.shade(node.reward), Scale(0.0, 1.0).shade(node.response_score)
-    return Turn(node, shade, score_shade, outcome, shown)
+    return Turn(node, shade, score_shade, outcome, figures_by_name)
 
 
 def _shares(sizes: Sequence[int], total: int) -> list[int]:
     """Split a total among tables: small ones get all they need, large ones equal parts."""
     shares = [0] * len(sizes)
     left = total
-    for place, index in enumerate(sorted(range(len(sizes)), key=lambda index: sizes[index])):
-        shares[index] = min(sizes[index], left // (len(sizes) - place))
+    for num_done, index in enumerate(sorted(range(len(sizes)), key=lambda index: sizes[index])):
+        shares[index] = min(sizes[index], left // (len(sizes) - num_done))
         left -= shares[index]
     return shares
 
@@ -304,17 +312,19 @@ def _choose(table: Table, max_nodes: int, max_characters: int) -> None:
     """Keep what fits: half the worst episodes, and half spread over the others."""
     if _fits(table.episodes, max_nodes, max_characters):
         return
-    mean_nodes = max(sum(len(one.turns) for one in table.episodes) / table.num_episodes, 1.0)
-    mean_size = sum(one.size for one in table.episodes) / table.num_episodes
+    mean_nodes = max(
+        sum(len(episode.turns) for episode in table.episodes) / table.num_episodes, 1.0
+    )
+    mean_size = sum(episode.size for episode in table.episodes) / table.num_episodes
     num_kept = max(int(min(max_nodes / mean_nodes, max_characters / mean_size)), 1)
-    chosen = _spread(table.episodes, num_kept)
-    while len(chosen) > 1 and not _fits(chosen, max_nodes, max_characters):
+    sample = _spread(table.episodes, num_kept)
+    while len(sample) > 1 and not _fits(sample, max_nodes, max_characters):
         num_kept = max(num_kept * 4 // 5, 1)
-        chosen = _spread(table.episodes, num_kept)
-    num_nodes = sum(len(episode.turns) for episode in chosen)
-    table.episodes = chosen
+        sample = _spread(table.episodes, num_kept)
+    num_nodes = sum(len(episode.turns) for episode in sample)
+    table.episodes = sample
     table.sample = (
-        f"A sample of {len(chosen):,} of {counted(table.num_episodes, 'conversation')} "
+        f"A sample of {len(sample):,} of {counted(table.num_episodes, 'conversation')} "
         f"({num_nodes:,} of {counted(table.num_nodes, 'turn')}): the {(num_kept + 1) // 2:,} with "
         "the highest scores and others at equal distances in the order of scores. All are in the "
         "run's rollouts folder."
@@ -322,15 +332,15 @@ def _choose(table: Table, max_nodes: int, max_characters: int) -> None:
 
 
 def _fits(episodes: Iterable[Episode], max_nodes: int, max_characters: int) -> bool:
-    chosen = list(episodes)
-    num_nodes = sum(len(episode.turns) for episode in chosen)
-    return num_nodes <= max_nodes and sum(one.size for one in chosen) <= max_characters
+    fitted = list(episodes)
+    num_nodes = sum(len(episode.turns) for episode in fitted)
+    return num_nodes <= max_nodes and sum(episode.size for episode in fitted) <= max_characters
 
 
 def _spread(episodes: list[Episode], num_kept: int) -> list[Episode]:
-    worst, others = episodes[: (num_kept + 1) // 2], episodes[(num_kept + 1) // 2 :]
-    wanted = num_kept - len(worst)
-    return worst + [others[len(others) * place // wanted] for place in range(wanted)]
+    worst, better = episodes[: (num_kept + 1) // 2], episodes[(num_kept + 1) // 2 :]
+    num_better = num_kept - len(worst)
+    return worst + [better[len(better) * k // num_better] for k in range(num_better)]
 
 
 def _score(turn: Turn) -> float:
@@ -352,28 +362,28 @@ class Paths:
 
         Only the node if the rows lack the turns before it.
         """
-        others = self._conversations.get(node.conversation, [node])
+        conversation = self._conversations.get(node.conversation, [node])
         if node.node is not None and node.parent is not None:
-            by_index = {other.node: other for other in others}
+            by_index = {turn.node: turn for turn in conversation}
             path, parent = [node], _before(node, by_index)
             while parent is not None:
                 path.append(parent)
                 parent = _before(parent, by_index)
             return path[::-1]
-        earlier = [other for other in others if other.depth < node.depth]
-        earlier.sort(key=lambda other: other.depth)
-        is_chain = [other.depth for other in earlier] == list(range(node.depth))
+        earlier = [turn for turn in conversation if turn.depth < node.depth]
+        earlier.sort(key=lambda turn: turn.depth)
+        is_chain = [turn.depth for turn in earlier] == list(range(node.depth))
         return [*earlier, node] if is_chain else [node]
 
     def find(self, like: Node) -> Node | None:
         """Return the turn with the same text at the same position; None without one."""
-        found = (
+        matches = (
             node
             for key, nodes in self._conversations.items()
             for node in (nodes if key[1:] == like.conversation[1:] else ())
             if (node.depth, node.probe) == (like.depth, like.probe)
         )
-        return next(found, None)
+        return next(matches, None)
 
 
 def _before(node: Node, by_index: Mapping[int | None, Node]) -> Node | None:
@@ -443,12 +453,12 @@ def episode_tables(run: RunRecord) -> list[EpisodeTable]:
     colors = agent_colors(run.agents)
     tables: list[EpisodeTable] = []
     for name, parts in groupby(by_step(run.episodes), key=itemgetter(0)):
-        newest, *others = parts
-        for _, step, rows in [newest, *others[-1:]]:
+        newest, *earlier = parts
+        for _, step, rows in [newest, *earlier[-1:]]:
             episodes = [_protocol_episode(run, name, row, colors) for row in _mixed(rows)]
             title = title_of(name, "test data").replace("_", " ")
             # In the first table the first right episode is open, and the first other.
-            kinds = [one.outcome == "right" for one in episodes]
+            kinds = [episode.outcome == "right" for episode in episodes]
             first = {kinds.index(kind) for kind in kinds} if not tables else set()
             first_open = frozenset(first)
             tables.append(EpisodeTable(title, step, episodes, len(rows), first_open))
@@ -458,10 +468,13 @@ def episode_tables(run: RunRecord) -> list[EpisodeTable]:
 def _verdicts(run: RunRecord, table: str, row: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield agent, analyser and a judge's answer about an episode."""
     step, episode = number(row.get("step")), number(row.get("episode"))
-    place = (_SPLIT_OF.get(table, table), int(step or 0) - 1)
+    sampling = (_SPLIT_OF.get(table, table), int(step or 0) - 1)
     for analysis in run.analyses:
         for judged in map(mapping, items(analysis.get("judged"))):
-            if split_and_iteration(analysis) == place and number(judged.get("rollout")) == episode:
+            if (
+                split_and_iteration(analysis) == sampling
+                and number(judged.get("rollout")) == episode
+            ):
                 reason = text(judged.get("reason"))
                 answer = text(judged.get("verdict")) + (f": {reason}" if reason else "")
                 yield text(judged.get("agent")), words(text(analysis.get("analyser"))), answer
@@ -486,10 +499,10 @@ def _mixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     kinds: dict[str, list[dict[str, Any]]] = {"right": [], "wrong": [], "undecided": []}
     for row in longest:
         kinds[outcome_of(row)].append(row)
-    taken: list[dict[str, Any]] = []
-    while len(taken) < min(MAX_EPISODES, len(rows)):
-        taken += [found.pop(0) for found in kinds.values() if found]
-    return taken[:MAX_EPISODES]
+    interleaved: list[dict[str, Any]] = []
+    while len(interleaved) < min(MAX_EPISODES, len(rows)):
+        interleaved += [rows_of_kind.pop(0) for rows_of_kind in kinds.values() if rows_of_kind]
+    return interleaved[:MAX_EPISODES]
 
 
 def _protocol_episode(
@@ -497,10 +510,10 @@ def _protocol_episode(
 ) -> ProtocolEpisode:
     datapoint = mapping(row.get("datapoint"))
     view = view_of(datapoint)
-    rounds = [mapping(one) for one in items(row.get("rounds"))]
-    shown = rounds[:MAX_ROUNDS]
+    rounds = [mapping(round_row) for round_row in items(row.get("rounds"))]
+    rounds_shown = rounds[:MAX_ROUNDS]
     rewards = mapping(row.get("rewards"))
-    lines = [line for one in shown for line in _round(one, view, colors)]
+    lines = [line for round_row in rounds_shown for line in _round(round_row, view, colors)]
     outcome = outcome_of(row)
     identity = []
     if number(datapoint.get("id")) is not None:
@@ -518,9 +531,9 @@ def _protocol_episode(
             (words(name), text(content))
             for name, content in mapping(datapoint.get("texts")).items()
         ],
-        picture=view.picture(_choices(shown, view, colors)),
+        picture=view.picture(_choices(rounds_shown, view, colors)),
         lines=lines,
-        is_cut=len(rounds) > len(shown),
+        is_cut=len(rounds) > len(rounds_shown),
         has_channels=len({line.channel for line in lines if line.channel}) > 1,
         verdicts=[
             (words(agent), colors.get(agent, 0), question, answer)
@@ -534,21 +547,25 @@ def _label(value: Any, view: DatapointView) -> str:
     return f"label {count(value)}" if label is None else view.label(int(label))
 
 
-def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int]) -> list[Move]:
+def _round(
+    round_row: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int]
+) -> list[Move]:
     """Return the lines of a round: one per agent and channel, and rewards of inactive agents."""
-    rewards = {name: number(value) or 0.0 for name, value in mapping(one.get("rewards")).items()}
-    found: list[Move] = []
-    for move in (mapping(move) for move in items(one.get("moves"))):
+    rewards = {
+        name: number(value) or 0.0 for name, value in mapping(round_row.get("rewards")).items()
+    }
+    moves: list[Move] = []
+    for move in (mapping(move) for move in items(round_row.get("moves"))):
         agent = text(move.get("agent"))
         messages = mapping(move.get("messages"))
         linear = mapping(move.get("linear"))
         decision = number(move.get("decision"))
-        for place, channel in enumerate(messages or {"": []}):
-            is_first = place == 0
+        for index, channel in enumerate(messages or {"": []}):
+            is_first = index == 0
             logprob = number(move.get("logprob")) if is_first else None
-            found.append(
+            moves.append(
                 Move(
-                    round="" if found else count(one.get("round")),
+                    round="" if moves else count(round_row.get("round")),
                     agent=words(agent),
                     color=colors.get(agent, 0),
                     channel=words(channel),
@@ -563,10 +580,10 @@ def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int
             )
     for agent, reward in rewards.items():
         if reward:
-            number_shown = "" if found else count(one.get("round"))
+            number_shown = "" if moves else count(round_row.get("round"))
             where = (number_shown, words(agent), colors.get(agent, 0))
-            found.append(Move(*where, "", "", "", _signed(reward), ""))
-    return found
+            moves.append(Move(*where, "", "", "", _signed(reward), ""))
+    return moves
 
 
 def _signed(value: float) -> str:
@@ -577,11 +594,13 @@ def _message(symbols: Any, linear: Any, view: DatapointView) -> str:
     """Format a message in the scenario's own terms; texts are unchanged."""
     if isinstance(symbols, str):
         return symbols
-    named = [
-        view.symbol(int(symbol)) for one in items(symbols) if (symbol := number(one)) is not None
+    symbol_names = [
+        view.symbol(int(symbol))
+        for value in items(symbols)
+        if (symbol := number(value)) is not None
     ]
     plain = [count(symbol) for symbol in items(linear)]
-    written = ", ".join(named)
+    written = ", ".join(symbol_names)
     return f"{written} + symbol {', '.join(plain)}" if plain else written
 
 
@@ -589,18 +608,20 @@ def _choices(
     rounds: Sequence[Mapping[str, Any]], view: DatapointView, colors: Mapping[str, int]
 ) -> list[Choice]:
     """Return the named locations, each once per agent, with the rounds."""
-    found: dict[tuple[int, int, str], list[str]] = {}
-    for one in rounds:
-        for move in (mapping(move) for move in items(one.get("moves"))):
+    rounds_by_choice: dict[tuple[int, int, str], list[str]] = {}
+    for round_row in rounds:
+        for move in (mapping(move) for move in items(round_row.get("moves"))):
             for symbols in mapping(move.get("messages")).values():
                 for symbol in (number(value) for value in items(symbols)):
-                    place = None if symbol is None else view.place_of(int(symbol))
-                    if place is not None:
-                        rounds_named = found.setdefault((*place, text(move.get("agent"))), [])
-                        rounds_named.append(count(one.get("round")))
+                    location = None if symbol is None else view.place_of(int(symbol))
+                    if location is not None:
+                        rounds_named = rounds_by_choice.setdefault(
+                            (*location, text(move.get("agent"))), []
+                        )
+                        rounds_named.append(count(round_row.get("round")))
     choices = []
-    for (part, at, agent), named in found.items():
-        distinct = list(dict.fromkeys(named))
+    for (part, at, agent), round_numbers in rounds_by_choice.items():
+        distinct = list(dict.fromkeys(round_numbers))
         rounds_text = ", ".join(distinct[:SHOWN_ROUNDS])
         if len(distinct) > SHOWN_ROUNDS:
             rounds_text += f" +{len(distinct) - SHOWN_ROUNDS}"
