@@ -118,7 +118,7 @@ class Whisker:
 
 def agent_colors(agents: Sequence[str]) -> dict[str, int]:
     """Return a colour for each agent; 0 and 1 are those of the whole run."""
-    return {agent: 2 + place % (NUM_COLORS - 2) for place, agent in enumerate(agents)}
+    return {agent: 2 + index % (NUM_COLORS - 2) for index, agent in enumerate(agents)}
 
 
 def thin_line(
@@ -135,11 +135,11 @@ def thin_line(
     ranges = []
     stretches = _stretches(line.points, num_stretches)
     for stretch in stretches:
-        known = [y for _, y in stretch if y is not None]
+        values = [y for _, y in stretch if y is not None]
         x = (stretch[0][0] + stretch[-1][0]) / 2
-        means.append((x, sum(known) / len(known) if known else None))
-        if known:
-            ranges.append((x, min(known), max(known)))
+        means.append((x, sum(values) / len(values) if values else None))
+        if values:
+            ranges.append((x, min(values), max(values)))
     return replace(line, points=means), ranges, len(stretches[0])
 
 
@@ -153,7 +153,7 @@ def _thin_band(band: Band) -> Band:
     """Reduce a band with too many points to the minimum and maximum of each segment."""
     if len(band.points) <= MAX_POINTS:
         return band
-    parts = (zip(*one, strict=True) for one in _stretches(band.points, NUM_STRETCHES))
+    parts = (zip(*stretch, strict=True) for stretch in _stretches(band.points, NUM_STRETCHES))
     points = [((xs[0] + xs[-1]) / 2, min(lows), max(highs)) for xs, lows, highs in parts]
     return replace(band, points=points)
 
@@ -216,8 +216,10 @@ def whisker(
     """Lay out an interval on a line from 0 to `limit`."""
     if value is None or limit <= 0:
         return None
-    places = [None if one is None else round(100.0 * one / limit, 1) for one in (value, low, high)]
-    return Whisker(places[0] or 0.0, places[1], places[2], color)
+    percentages = [
+        None if bound is None else round(100.0 * bound / limit, 1) for bound in (value, low, high)
+    ]
+    return Whisker(percentages[0] or 0.0, percentages[1], percentages[2], color)
 
 
 def sparkline(lines: Sequence[Line]) -> list[tuple[str, int]]:
@@ -241,7 +243,7 @@ def nice_ticks(low: float, high: float, num: int = 4, *, whole: bool = False) ->
     step = next(factor * power for factor in factors if factor * power >= raw * 0.999)
     step = max(step, 1.0) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [place * step for place in range(first, last + 1)]
+    return [multiple * step for multiple in range(first, last + 1)]
 
 
 def _tick_label(mark: float, marks: Sequence[float], kind: str) -> str:
@@ -270,13 +272,13 @@ def _path(line: Line, to_x: Callable[[float], float], to_y: Callable[[float], fl
         if y is None:
             is_started = False
             continue
-        place = f"{to_x(x):g} {to_y(y):g}"
+        position = f"{to_x(x):g} {to_y(y):g}"
         if not is_started:
-            parts.append(f"M{place}")
+            parts.append(f"M{position}")
         elif line.has_steps:
             parts.append(f"H{to_x(x):g}V{to_y(y):g}")
         else:
-            parts.append(f"L{place}")
+            parts.append(f"L{position}")
         is_started = True
     return "".join(parts)
 
@@ -294,11 +296,11 @@ def _drawn(
     write: Callable[[float], str],
     x_label: str,
 ) -> DrawnLine:
-    known = [(x, y) for x, y in line.points if y is not None]
+    points = [(x, y) for x, y in line.points if y is not None]
     dots = [
-        Dot(to_x(x), to_y(y), f"{line.label}, {x_label} {count(x)}: {write(y)}") for x, y in known
+        Dot(to_x(x), to_y(y), f"{line.label}, {x_label} {count(x)}: {write(y)}") for x, y in points
     ]
-    end = None if line.is_thin else Dot(dots[-1].x, dots[-1].y, write(known[-1][1]))
+    end = None if line.is_thin else Dot(dots[-1].x, dots[-1].y, write(points[-1][1]))
     is_dotted = (len(dots) <= MAX_DOTS and not line.is_thin) or len(dots) == 1
     return DrawnLine(_path(line, to_x, to_y), dots if is_dotted else [], line, end)
 
@@ -316,8 +318,8 @@ def _part_end_labels(ends: Sequence[Dot]) -> None:
 def _summary(title: str, lines: Iterable[Line], write: Callable[[float], str], x_label: str) -> str:
     parts = []
     for line in lines:
-        known = [(x, y) for x, y in line.points if y is not None]
-        (first_x, first), (last_x, last) = known[0], known[-1]
+        points = [(x, y) for x, y in line.points if y is not None]
+        (first_x, first), (last_x, last) = points[0], points[-1]
         parts.append(
             f"{line.label}: {write(first)} at {x_label} {count(first_x)}, "
             f"{write(last)} at {count(last_x)}"
@@ -458,9 +460,11 @@ def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
     """Group runs by their parameters without the seed, in the order given."""
     keys = []
     for run in runs:
-        kept = {name: one for name, one in run.hyper_params.items() if name not in _NOT_COMPARED}
+        compared = {
+            name: value for name, value in run.hyper_params.items() if name not in _NOT_COMPARED
+        }
         # A run without readable parameters is like no other.
-        keys.append(json.dumps(kept, sort_keys=True, default=str) if kept else run.run_id)
+        keys.append(json.dumps(compared, sort_keys=True, default=str) if compared else run.run_id)
     distinct = list(dict.fromkeys(keys))
     groups: dict[str, RunGroup] = {}
     for run, key in zip(runs, keys, strict=True):
@@ -476,8 +480,8 @@ def run_label(run: RunRecord, group: RunGroup) -> str:
     """Return a short name of a run: its group and seed, and its id if these are ambiguous."""
     seeds = [member.hyper_params.get("seed") for member in group.runs]
     seed = run.hyper_params.get("seed")
-    own = run.run_id if seed is None or seeds.count(seed) > 1 else f"seed {seed}"
-    return f"{group.name}, {own}" if group.name else own
+    name = run.run_id if seed is None or seeds.count(seed) > 1 else f"seed {seed}"
+    return f"{group.name}, {name}" if group.name else name
 
 
 def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
@@ -522,15 +526,19 @@ def _chart(
         return None
     # The test at the end is one point, which the summary shows.
     is_test = name.startswith((TEST_PREFIX, HELD_OUT))
-    if is_test and all(len(one.points) < 2 for own in lines for one in own):
+    if is_test and all(len(line.points) < 2 for lines_of_group in lines for line in lines_of_group):
         return None
     bands = [Band(band, group.color) for group in groups if (band := band_of(group, name))]
     interval = _interval_of(groups, name)
     note = f"{curve.note}; area: lowest to highest seed" if means_only and bands else curve.note
     if interval:
         bands, note = [Band(interval, groups[0].color)], f"{note}; area: 95 % interval"
-    shown = [line for own in lines for line in (own[-1:] if means_only else own)]
-    return line_chart(title, shown, note=note, kind=curve.kind, bands=bands, x_label=curve.x_label)
+    drawn = [
+        line
+        for lines_of_group in lines
+        for line in (lines_of_group[-1:] if means_only else lines_of_group)
+    ]
+    return line_chart(title, drawn, note=note, kind=curve.kind, bands=bands, x_label=curve.x_label)
 
 
 def _interval_of(groups: Sequence[RunGroup], name: str) -> list[tuple[float, float, float]]:
@@ -609,26 +617,26 @@ def band_of(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
 
 def _shared(group: RunGroup, name: str) -> list[tuple[float, list[float]]]:
     """Return the steps at which every run of a group has a value, with the values."""
-    known = [{x: y for x, y in points_of(run, name) if y is not None} for run in group.runs]
-    steps = sorted(set(known[0]).intersection(*known[1:]))
-    return [(step, [values[step] for values in known]) for step in steps]
+    value_by_step = [{x: y for x, y in points_of(run, name) if y is not None} for run in group.runs]
+    steps = sorted(set(value_by_step[0]).intersection(*value_by_step[1:]))
+    return [(step, [values[step] for values in value_by_step]) for step in steps]
 
 
-def letter(place: int) -> str:
+def letter(index: int) -> str:
     """Return the name of a group or arm: A to Z, then a number."""
-    return chr(ord("A") + place) if place < 26 else str(place + 1)
+    return chr(ord("A") + index) if index < 26 else str(index + 1)
 
 
 def _group_label(run: RunRecord, runs: Sequence[RunRecord]) -> str:
     """Return a run's trainer and its differences from others of it, or if none, from all."""
     trainer = run.hyper_params.get("trainer")
-    alike = [other for other in runs if other.hyper_params.get("trainer") == trainer]
+    alike = [candidate for candidate in runs if candidate.hyper_params.get("trainer") == trainer]
     differing: list[str] = []
-    for some in (alike, runs):
-        paths = [path for path, _ in parameter_differences(some) if path != "seed"]
+    for compared in (alike, runs):
+        paths = [path for path, _ in parameter_differences(compared) if path != "seed"]
         differing = differing or paths
     values: Mapping[str, Any] = dict(flatten(mapping(run.hyper_params)))
-    own = [path for path in differing if path in values and path != "trainer"]
+    to_show = [path for path in differing if path in values and path != "trainer"]
     # More than two differences do not fit a legend; the table of parameters has them all.
-    parts = [f"{path.rpartition('.')[2]} {value_text(values[path])[:24]}" for path in own[:2]]
+    parts = [f"{path.rpartition('.')[2]} {value_text(values[path])[:24]}" for path in to_show[:2]]
     return " · ".join([str(trainer or run.run_id), *parts])

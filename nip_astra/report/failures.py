@@ -91,12 +91,12 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
     leaders: list[list[str]] = []
     for key, node in list(by_probe.items())[:MAX_DISTINCT]:
         words = key.split()[:MAX_WORDS]
-        place = _similar(words, leaders)
-        if place is None:
+        leader = _similar(words, leaders)
+        if leader is None:
             leaders.append(words)
             groups.append(FailureGroup([Member(node, num_occurrences[key])]))
         else:
-            groups[place].members.append(Member(node, num_occurrences[key]))
+            groups[leader].members.append(Member(node, num_occurrences[key]))
     criterion = (
         "log-probability of the whole probe under the reference"
         if has_logprobs
@@ -111,14 +111,14 @@ def _similar(words: Sequence[str], leaders: Sequence[Sequence[str]]) -> int | No
 
     Bit-parallel (Hyyro 2004): after each word, as many bits are 0 as words are in common.
     """
-    places: dict[str, int] = {}
-    for place, word in enumerate(words):
-        places[word] = places.get(word, 0) | 1 << place
+    positions: dict[str, int] = {}
+    for position, word in enumerate(words):
+        positions[word] = positions.get(word, 0) | 1 << position
     every = (1 << len(words)) - 1
     for number_of, leader in enumerate(leaders):
         row = every
         for word in leader:
-            common = row & places.get(word, 0)
+            common = row & positions.get(word, 0)
             row = (row + common | row - common) & every
         num_in_order = len(words) - row.bit_count()
         if num_in_order >= MIN_SIMILARITY * (len(words) + len(leader)) / 2:
@@ -211,25 +211,25 @@ class Cluster:
 
 def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
     """Return the failure clusters of an evaluation, starting with that of the most likely probe."""
-    found = [mapping(one) for one in items(evaluation.get("clusters"))]
-    total = sum(number(one.get("size")) or 0.0 for one in found)
+    clusters_stored = [mapping(stored) for stored in items(evaluation.get("clusters"))]
+    total = sum(number(stored.get("size")) or 0.0 for stored in clusters_stored)
     clusters = []
-    for one in found:
+    for stored in clusters_stored:
         medoid, likely, shortest = (
-            mapping(one.get(kind)) for kind in ("medoid", "most_likely", "shortest")
+            mapping(stored.get(kind)) for kind in ("medoid", "most_likely", "shortest")
         )
         examples = {"most_likely": node_of(likely or medoid)}
         if medoid and likely and medoid != likely:
             examples["medoid"] = node_of(medoid)
         if shortest and shortest.get("probe") != (likely or medoid).get("probe"):
             examples["shortest"] = node_of(shortest)
-        size = number(one.get("size")) or 0.0
+        size = number(stored.get("size")) or 0.0
         turns = {
             (int(turn[0]), int(turn[1]))
-            for turn in items(one.get("turns"))
+            for turn in items(stored.get("turns"))
             if isinstance(turn, list) and [type(part) for part in turn] == [int, int]
         }
-        plants = [text(plant) for plant in items(one.get("plants"))]
+        plants = [text(plant) for plant in items(stored.get("plants"))]
         clusters.append(Cluster(size, size / total if total else None, plants, examples, turns))
 
     def unlikeliness(cluster: Cluster) -> float:
@@ -265,7 +265,7 @@ def _examples(run: RunRecord, table: str, links: Links) -> Callable[[Node, bool]
         figures["log-probability"] = last.logprob
         return Example(
             node.prompt,
-            [(one, one is path[-1] or one.is_failure) for one in path],
+            [(turn, turn is path[-1] or turn.is_failure) for turn in path],
             [(name, decimal(value)) for name, value in figures.items() if value is not None],
             "" if stored is None else label_of(table, stored),
             "" if stored is None else links.get((table, stored.conversation), ""),
@@ -291,25 +291,25 @@ class Labels:
     def __init__(self, run: RunRecord, grouped: GroupedFailures | None) -> None:
         self._planted: list[PlantedFailure] = []
         for group in run.hyper_params.values():
-            for one in map(mapping, items(mapping(group).get("planted_failures"))):
+            for stored in map(mapping, items(mapping(group).get("planted_failures"))):
                 # Those that cannot be read are omitted.
                 with suppress(ConfigurationError):
-                    self._planted.append(PlantedFailure.from_dict(one))
+                    self._planted.append(PlantedFailure.from_dict(stored))
         self.plants = [plant.name for plant in self._planted]
         self.clusters: list[ClusterLabel] = []
         self._by_turn: dict[tuple[str, int, int], int] = {}
         self._by_probe: dict[tuple[str, str], int] = {}
         for name, evaluation in run.evaluations.items():
             table = f"evaluations/{name}"
-            for place, cluster in enumerate(clusters_of(evaluation), start=1):
+            for index, cluster in enumerate(clusters_of(evaluation), start=1):
                 self._by_turn |= {(table, *turn): len(self.clusters) for turn in cluster.turns}
-                self.clusters.append(ClusterLabel(table, place, int(cluster.size)))
+                self.clusters.append(ClusterLabel(table, index, int(cluster.size)))
         if grouped is None:
             return
-        for place, failures in enumerate(grouped.groups[:MAX_CLUSTERS], start=1):
-            keys = {(grouped.table, probe_key(one.node.probe)) for one in failures.members}
+        for index, failures in enumerate(grouped.groups[:MAX_CLUSTERS], start=1):
+            keys = {(grouped.table, probe_key(member.node.probe)) for member in failures.members}
             self._by_probe |= dict.fromkeys(keys, len(self.clusters))
-            self.clusters.append(ClusterLabel(grouped.table, place, failures.size))
+            self.clusters.append(ClusterLabel(grouped.table, index, failures.size))
 
     def of(self, table: str, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return the planted failures and the clusters of the failures among nodes."""
@@ -318,12 +318,12 @@ class Labels:
         plants: set[int] = set()
         clusters: set[int] = set()
         for node in failures:
-            own = self._by_turn.get((table, node.episode, node.depth))
-            if own is None:
-                own = self._by_probe.get((table, probe_key(node.probe)))
-            clusters |= set() if own is None else {own}
+            cluster = self._by_turn.get((table, node.episode, node.depth))
+            if cluster is None:
+                cluster = self._by_probe.get((table, probe_key(node.probe)))
+            clusters |= set() if cluster is None else {cluster}
             if paths is not None:
-                previous = next((one.probe for one in paths.to(node)[-2:-1]), None)
+                previous = next((turn.probe for turn in paths.to(node)[-2:-1]), None)
                 met = (plant.matches(node.probe, previous) for plant in self._planted)
-                plants |= {place for place, is_met in enumerate(met) if is_met}
+                plants |= {index for index, is_met in enumerate(met) if is_met}
         return sorted(plants), sorted(clusters)

@@ -166,15 +166,15 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
         facts = [(name, value) for name, value in facts if value]
         return render_sections(title, facts, sections_of_run(run), redact=redact)
     groups = group_runs(runs)
-    anchors = {id(run): f"run-{place}" for place, run in enumerate(runs, start=1)}
+    anchors = {id(run): f"run-{index}" for index, run in enumerate(runs, start=1)}
     sections = _drawn(sections_of_comparison(groups, anchors), redact)
     parts = []
     for group in groups:
         for run in group.runs:
             anchor = anchors[id(run)]
             specs = sections_of_run(run, anchor=anchor, num_runs=len(runs))
-            own = _drawn(specs, redact, f"{anchor}-")
-            parts.append(RunPart(anchor, run_label(run, group), run.run_id, own))
+            sections_drawn = _drawn(specs, redact, f"{anchor}-")
+            parts.append(RunPart(anchor, run_label(run, group), run.run_id, sections_drawn))
     return _page(f"Comparison of {len(runs)} runs", [], sections, parts)
 
 
@@ -194,7 +194,7 @@ def _page(
     drawn = [*sections, *(section for part in parts for section in part.sections)]
     style = _source("style.css")
     # Where no conversation is shown there is nothing to look for.
-    script = _source("script.js") if any(TOOLS in one.html for one in drawn) else ""
+    script = _source("script.js") if any(TOOLS in section.html for section in drawn) else ""
     return (
         _environment()
         .get_template("page.html.jinja")
@@ -287,8 +287,10 @@ _FILES_OF_ENTRY = (HYPER_PARAMETERS, SETTINGS, ENVIRONMENT, RESULTS, METRICS_FIL
 def runs_in(folder: Path) -> list[Path]:
     """Return the run directories in a folder, including those of its sweeps, by name."""
     depths = range(1, MAX_DEPTH + 1)
-    found = (folder.glob("/".join(["[!.]*"] * depth + [HYPER_PARAMETERS])) for depth in depths)
-    return sorted({file.parent for files in found for file in files})
+    files_by_depth = (
+        folder.glob("/".join(["[!.]*"] * depth + [HYPER_PARAMETERS])) for depth in depths
+    )
+    return sorted({file.parent for files in files_by_depth for file in files})
 
 
 def _catalogue(folder: Path, output: Path) -> dict[str, Any]:
@@ -296,12 +298,12 @@ def _catalogue(folder: Path, output: Path) -> dict[str, Any]:
 
     What was read of a run is kept in the folder, and read again when a file of the run changes.
     """
-    kept = _read_kept_entries(folder)
+    stored_entries = _read_kept_entries(folder)
     entries, rows, notes = {}, [], []
     for path in runs_in(folder):
         name = path.relative_to(folder).as_posix()
         stamp = _stamp(path)
-        entry = kept.get(name)
+        entry = stored_entries.get(name)
         if entry is None or entry["stamp"] != stamp:
             try:
                 run = read_run(path, has_tables=False)
@@ -313,7 +315,7 @@ def _catalogue(folder: Path, output: Path) -> dict[str, Any]:
         page = path / REPORT
         link = quote(os.path.relpath(page, output.parent)) if page.is_file() else ""
         rows.append({**entry["row"], "name": name, "link": link})
-    if entries != kept:
+    if entries != stored_entries:
         _keep_entries(folder, entries)
     choices = {
         name: sorted({str(row[name]) for row in rows}) for name in ("trainer", "scenario", "status")
@@ -375,14 +377,16 @@ def _row(run: RunRecord) -> dict[str, Any]:
         "figure": FIGURES[run.kind],
         "before": columns[0].cell(before),
         "after": columns[1].cell(after),
-        "values": [number(one.get(summary.main_rate(one) or "")) for one in (after, before)],
+        "values": [
+            number(report.get(summary.main_rate(report) or "")) for report in (after, before)
+        ],
         "started": f"{written:%Y-%m-%d %H:%M}",
     }
 
 
 def _curves(run: RunRecord) -> dict[str, list[list[float]]]:
     """Return the points of each chart of the run, by title."""
-    found: dict[str, list[list[float]]] = {}
+    points_by_title: dict[str, list[list[float]]] = {}
     for curve in CURVES:
         if curve.kinds and run.kind not in curve.kinds:
             continue
@@ -392,7 +396,7 @@ def _curves(run: RunRecord) -> dict[str, list[list[float]]]:
                 points = points_of(run, name.format(agent))
                 if len(points) > (1 if name.startswith(HELD_OUT) else 0):
                     line, _, _ = thin_line(Line("", points), NUM_POINTS, NUM_POINTS)
-                    known = [(x, y) for x, y in line.points if y is not None]
-                    found[safe_text(title)] = [[x, float(f"{y:.4g}")] for x, y in known]
+                    drawn = [(x, y) for x, y in line.points if y is not None]
+                    points_by_title[safe_text(title)] = [[x, float(f"{y:.4g}")] for x, y in drawn]
                     break
-    return found
+    return points_by_title

@@ -89,12 +89,12 @@ class Node:
     def messages_with_reasoning(self) -> list[tuple[str, str]]:
         """`messages`, each after its author's reasoning, whose role is `REASONING`."""
         by_author = dict(self.reasonings)
-        found: list[tuple[str, str]] = []
+        messages: list[tuple[str, str]] = []
         for role, content in self.messages:
             if role in by_author:
-                found.append((REASONING, by_author[role]))
-            found.append((role, content))
-        return found
+                messages.append((REASONING, by_author[role]))
+            messages.append((role, content))
+        return messages
 
     @property
     def conversation(self) -> Key:
@@ -136,9 +136,9 @@ class Columns:
             for name, value in row.items():
                 if name != "step":
                     steps, values = self._columns.setdefault(name, (array("d"), array("d")))
-                    known = number(value)
+                    figure = number(value)
                     steps.append(float(row["step"]))
-                    values.append(math.nan if known is None else known)
+                    values.append(math.nan if figure is None else figure)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -200,20 +200,24 @@ class RunRecord:
         """Names of the agents of a protocol, in its order if the results have it."""
         if self.kind != PROTOCOL:
             return []
-        named = [text(name) for name in items(self.results.get("agents"))]
-        if named:
-            return named
+        agents = [text(name) for name in items(self.results.get("agents"))]
+        if agents:
+            return agents
         rows = [row for rows in self.episodes.values() for row in rows[:1]]
-        found = dict.fromkeys(agent for row in rows for agent in mapping(row.get("rewards")))
-        found |= dict.fromkeys(agent for name in self.metrics if (agent := split_name(name)[0]))
-        return list(found)
+        agents_of_rows = dict.fromkeys(
+            agent for row in rows for agent in mapping(row.get("rewards"))
+        )
+        agents_of_rows |= dict.fromkeys(
+            agent for name in self.metrics if (agent := split_name(name)[0])
+        )
+        return list(agents_of_rows)
 
     @property
     def threshold(self) -> float | None:
         """Minimum score of a failure; None if no file has it."""
         groups = [*self.hyper_params.values(), *self.evaluations.values()]
-        found = [number(mapping(group).get("failure_threshold")) for group in groups]
-        return next((value for value in found if value is not None), None)
+        thresholds = [number(mapping(group).get("failure_threshold")) for group in groups]
+        return next((value for value in thresholds if value is not None), None)
 
 
 def words(name: str) -> str:
@@ -294,10 +298,10 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
         if episodes:
             run.episodes[file.stem] = episodes
         if len(rows) > len(episodes) or not rows:
-            others = [row for row in rows if not isinstance(row.get("rounds"), list)]
-            run.tables[file.stem] = nodes_of(others, run.threshold)
+            node_rows = [row for row in rows if not isinstance(row.get("rounds"), list)]
+            run.tables[file.stem] = nodes_of(node_rows, run.threshold)
     for stem, figures in run.evaluations.items():
-        folder, own = f"evaluations/{stem}", number(figures.get("failure_threshold"))
+        folder, threshold = f"evaluations/{stem}", number(figures.get("failure_threshold"))
         if (directory.path / folder / "episodes.jsonl").is_file():
             run.episodes[folder] = list(reader.lines(f"{folder}/episodes.jsonl"))
         outcomes = list(reader.lines(f"{folder}/episode_rows.jsonl", False))
@@ -305,7 +309,7 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
             run.outcomes[folder] = outcomes
         for name in ("problems.jsonl", "rows.jsonl"):
             rows_of = reader.lines(f"{folder}/{name}", False)
-            nodes = nodes_of(rows_of, run.threshold if own is None else own)
+            nodes = nodes_of(rows_of, run.threshold if threshold is None else threshold)
             if any(node.probe or node.response or node.transcript is not None for node in nodes):
                 run.tables[folder] = nodes
     matrices = sorted(directory.path.glob(TRANSFER), key=lambda file: file.stat().st_mtime_ns)
@@ -385,24 +389,24 @@ def nodes_of(rows: Iterable[Mapping[str, Any]], threshold: float | None) -> list
 
 def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
     """Convert a row to a node; missing columns or wrong types become None or empty."""
-    place = {name: _integer(row.get(name)) for name in ("node", "parent", "depth", "episode")}
+    indices = {name: _integer(row.get(name)) for name in ("node", "parent", "depth", "episode")}
     parts = {
         name.removeprefix(_REWARD_PREFIX): number(value)
         for name, value in row.items()
         if name.startswith(_REWARD_PREFIX)
     }
     messages = [pair for message in items(row.get("messages")) for pair in _messages_of(message)]
-    named = {"attacker": row.get("probe_reasoning"), "target": row.get("response_reasoning")}
+    reasonings = {"attacker": row.get("probe_reasoning"), "target": row.get("response_reasoning")}
     opening = next((content for role, content in messages if role == "user"), "")
     details = mapping(mapping(row.get("details")).get("rewards"))
     parts |= {name: number(value) for name, value in details.items()}
     is_correct, solution = row.get("is_correct"), row.get("solution")
     return Node(
         step=_integer(row.get("step")) or 0,
-        node=place["node"],
-        parent=place["parent"],
-        depth=place["depth"] or 0,
-        episode=place["episode"] or 0,
+        node=indices["node"],
+        parent=indices["parent"],
+        depth=indices["depth"] or 0,
+        episode=indices["episode"] or 0,
         prompt=text(row.get("prompt")) or opening,
         probe=text(row.get("probe")),
         response=_with_calls(row.get("response"), row.get("response_calls")),
@@ -414,7 +418,9 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
         num_tokens=_integer(row.get("probe_num_tokens")),
         is_error=row.get("is_error") is True,
         reward_parts={name: value for name, value in parts.items() if value is not None},
-        reasonings=tuple((role, text(said)) for role, said in named.items() if text(said)),
+        reasonings=tuple(
+            (role, text(thought)) for role, thought in reasonings.items() if text(thought)
+        ),
         transcript=messages if isinstance(row.get("messages"), list) else None,
         problem=str(row.get("problem")),
         problem_hash=text(row.get("problem_hash")) or str(row.get("problem")),
@@ -429,18 +435,18 @@ def _messages_of(message: Any) -> Iterator[tuple[str, str]]:
     """Yield role and text of a stored message, after its reasoning if it has one."""
     if not isinstance(message, list) or len(message) not in (2, 3):
         return
-    role, content, *more = message
-    reasoning = text(mapping(more[0]).get("reasoning")) if more else ""
+    role, content, *details = message
+    reasoning = text(mapping(details[0]).get("reasoning")) if details else ""
     if reasoning:
         yield REASONING, reasoning
-    yield text(role), _with_calls(content, mapping(more[0]).get("calls") if more else None)
+    yield text(role), _with_calls(content, mapping(details[0]).get("calls") if details else None)
 
 
 def _with_calls(content: Any, calls: Any) -> str:
     """Return the text of a message, followed by a line for each of its calls of tools."""
     pairs = map(_call_of, items(calls))
-    shown = [f"{text(name)}({json.dumps(arguments)})" for name, arguments in pairs]
-    return "\n".join(filter(None, [text(content), *shown]))
+    lines = [f"{text(name)}({json.dumps(arguments)})" for name, arguments in pairs]
+    return "\n".join(filter(None, [text(content), *lines]))
 
 
 def _call_of(call: Any) -> tuple[Any, Any]:
@@ -458,10 +464,10 @@ def _log_lines(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = [
+    faults = [
         line.partition(level)[2]
         for line in lines
         for level in (" WARNING ", " ERROR ")
         if level in line[:40] and not line.startswith(" ")
     ]
-    return list(dict.fromkeys(found))[:_MAX_LOG_LINES]
+    return list(dict.fromkeys(faults))[:_MAX_LOG_LINES]

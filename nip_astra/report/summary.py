@@ -80,22 +80,22 @@ def main_rate(report: Report) -> str | None:
 
 def protocol_of(run: RunRecord) -> str:
     """Return the name of a run's interaction protocol."""
-    named = run.results.get("protocol") or run.hyper_params.get("interaction_protocol")
-    name = text(named) or "a protocol"
+    protocol = run.results.get("protocol") or run.hyper_params.get("interaction_protocol")
+    name = text(protocol) or "a protocol"
     is_zero_knowledge = mapping(run.hyper_params.get("protocol_common")).get("zero_knowledge")
     return f"{name} with zero knowledge" if is_zero_knowledge is True else name
 
 
 def agent_figures(report: Report) -> AgentFigures:
     """Group the figures of a report by agent."""
-    found = AgentFigures({}, {})
+    figures = AgentFigures({}, {})
     for name, value in report.items():
         agent, figure = split_name(name)
         if agent and number(value) is not None:
-            found.by_agent.setdefault(agent, {})[figure] = float(value)
+            figures.by_agent.setdefault(agent, {})[figure] = float(value)
         elif not agent and (number(value) is not None or figure.endswith("_interval")):
-            found.overall[figure] = value
-    return found
+            figures.overall[figure] = value
+    return figures
 
 
 def measured(run: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,9 +114,9 @@ class MetInTraining(NamedTuple):
     queries: float
     random: int | None
 
-    def text(self, found: int | None) -> str:
+    def text(self, num_found: int | None) -> str:
         """Format "found of all"."""
-        return NOTHING if found is None else f"{count(found)} of {count(self.total)}"
+        return NOTHING if num_found is None else f"{count(num_found)} of {count(self.total)}"
 
 
 def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
@@ -128,8 +128,8 @@ def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
         return None
     by_random = [number(query) for query in mapping(search.get("plants")).values()]
     in_time = sum(query is not None and query <= queries for query in by_random)
-    found = sum(number(query) is not None for query in plants.values())
-    return MetInTraining(found, total, queries, in_time if by_random else None)
+    num_found = sum(number(query) is not None for query in plants.values())
+    return MetInTraining(num_found, total, queries, in_time if by_random else None)
 
 
 def plants_found(report: Report) -> float | None:
@@ -140,8 +140,8 @@ def plants_found(report: Report) -> float | None:
 
 def plants_text(report: Report) -> str:
     """Format the number of planted failures found, of how many."""
-    found, planted = plants_found(report), number(report.get("num_plants"))
-    return NOTHING if found is None else f"{count(found)} of {count(planted)}"
+    num_found, planted = plants_found(report), number(report.get("num_plants"))
+    return NOTHING if num_found is None else f"{count(num_found)} of {count(planted)}"
 
 
 def distinct_text(report: Report) -> str:
@@ -156,8 +156,8 @@ def _num_distinct(report: Report) -> str:
     share, total = number(report.get("distinct_share")), number(report.get("num_successful_probes"))
     if share is None or total is None:
         return NOTHING
-    known = number(report.get("num_distinct_probes"))
-    return count(round(share * total) if known is None else known)
+    num_distinct = number(report.get("num_distinct_probes"))
+    return count(round(share * total) if num_distinct is None else num_distinct)
 
 
 # ---- sentences
@@ -186,8 +186,8 @@ def _task_sentence(before: Report, after: Report) -> str:
     """Return how many held-out problems, or answers if several per problem, are correct."""
     num_answers, num_problems = number(after.get("num_answers")), number(after.get("num_problems"))
     rates = [
-        f"{percent(one.get('accuracy'))} {interval(*interval_of(one, 'accuracy'))}".strip()
-        for one in (before, after)
+        f"{percent(report.get('accuracy'))} {interval(*interval_of(report, 'accuracy'))}".strip()
+        for report in (before, after)
     ]
     problems = counted(num_problems, "held-out problem")
     if num_answers is None:
@@ -258,8 +258,8 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
     rate = main_rate(after.overall)
     if rate is None:
         last = ""
-        for known in filter(None, map(run.metrics.known, reversed(ACCURACY))):
-            last = f", the last with an accuracy of {percent(known[-1])} in training"
+        for accuracies in filter(None, map(run.metrics.known, reversed(ACCURACY))):
+            last = f", the last with an accuracy of {percent(accuracies[-1])} in training"
         return [game, f"The run {_end(run, 'an accuracy')}{last}."]
     accuracy, rate_before = format_figure(after.overall, rate), main_rate(before.overall)
     # The accuracy has its counts, as far as they are known.
@@ -290,24 +290,24 @@ def alone_texts(after: AgentFigures) -> list[tuple[str, str]]:
 def tiles(run: RunRecord) -> list[Tile]:
     """Return the main figures of a run."""
     before, after = measured(run)
-    made = [*_protocol_tiles(run, before, after)] if run.kind == PROTOCOL else []
+    all_tiles = [*_protocol_tiles(run, before, after)] if run.kind == PROTOCOL else []
     if number(after.get("failure_rate")) is not None:
-        made.append(_headline_tile("Failing conversations", "failure_rate", before, after))
+        all_tiles.append(_headline_tile("Failing conversations", "failure_rate", before, after))
     nll, old = number(after.get("probe_nll")), number(before.get("probe_nll"))
     if nll is not None:
         note = "nats per token" + ("" if old is None else f"; before {decimal(old)}")
-        made.append(Tile("Probe NLL", decimal(nll), note))
+        all_tiles.append(Tile("Probe NLL", decimal(nll), note))
     if number(after.get("distinct_share")) is not None:
         total = number(after.get("num_successful_probes"))
         note = f"{_num_distinct(after)} of {counted(total, 'successful probe')}"
-        made.append(Tile("Distinct successes", percent(after["distinct_share"], 0), note))
-    found, met = plants_found(after), met_in_training(run.results)
-    if found is not None:
+        all_tiles.append(Tile("Distinct successes", percent(after["distinct_share"], 0), note))
+    num_found, met = plants_found(after), met_in_training(run.results)
+    if num_found is not None:
         note = f"of {count(after.get('num_plants'))} in held-out conversations"
         note += "" if met is None else f"; in training {count(met.found)}"
         note += "" if met is None or met.random is None else f", random search {count(met.random)}"
-        made.append(Tile("Planted failures found", count(found), note))
-    return [*made, *_cost_tiles(run, after)]
+        all_tiles.append(Tile("Planted failures found", count(num_found), note))
+    return [*all_tiles, *_cost_tiles(run, after)]
 
 
 def _headline_tile(label: str, name: str, before: Report, after: Report) -> Tile:
@@ -378,10 +378,10 @@ def figure(name: str) -> Callable[[Report], str]:
 
 MAIN_ROWS: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("episodes with a failure", figure("failure_rate")),
-    ("  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING),
+    ("  if missing verdicts were passes / failures", lambda report: bounds_text(report) or NOTHING),
     (
         "replies: empty / refused",
-        lambda one: str(Replies.read(mapping(one.get("replies")))) or NOTHING,
+        lambda report: str(Replies.read(mapping(report.get("replies")))) or NOTHING,
     ),
     ("right answers", figure("accuracy")),
     ("mean reward", figure("mean_reward")),
@@ -389,46 +389,53 @@ MAIN_ROWS: tuple[tuple[str, Callable[[Report], str]], ...] = (
     ("probe NLL, nats per token", figure("probe_nll")),
     ("distinct successful probes", distinct_text),
     ("planted failures found", plants_text),
-    ("target queries", lambda one: count(one.get("target_queries"))),
-    ("failing responses", lambda one: count(one.get("failing_responses"))),
+    ("target queries", lambda report: count(report.get("target_queries"))),
+    ("failing responses", lambda report: count(report.get("failing_responses"))),
 )
 """Rows of the table of measurements: labels and functions of their cells."""
 
 
 def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
     """Return headings and rows of the measurements side by side."""
-    shown = [(heading, mapping(run.results.get(name))) for name, heading in MEASUREMENTS]
+    measurements = [(heading, mapping(run.results.get(name))) for name, heading in MEASUREMENTS]
     if run.kind == PROTOCOL:
-        shown += [
-            (f"evaluation {name}", mapping(one.get("figures")))
-            for name, one in run.evaluations.items()
+        measurements += [
+            (f"evaluation {name}", mapping(stored.get("figures")))
+            for name, stored in run.evaluations.items()
         ]
-        shown = [(heading, agent_figures(report).overall) for heading, report in shown]
-    shown = [(heading, report) for heading, report in shown if report]
-    names = dict.fromkeys(name for _, report in shown for name in report)
+        measurements = [
+            (heading, agent_figures(report).overall) for heading, report in measurements
+        ]
+    measurements = [(heading, report) for heading, report in measurements if report]
+    names = dict.fromkeys(name for _, report in measurements for name in report)
     rows: list[Row] = []
     met = met_in_training(run.results)
     if run.kind == PROTOCOL:
         left = [n for n in names if not n.endswith("_interval") and n != "num_episodes"]
         main = [(words(name), figure(name)) for name in sorted(left, key=_place)]
     else:
-        named = [name for name in names if re.fullmatch(r"rewards/.+/mean", name)]
-        main = [*MAIN_ROWS, *((f"  {name[8:-5]}", figure(name)) for name in named)]
+        parts = [name for name in names if re.fullmatch(r"rewards/.+/mean", name)]
+        main = [*MAIN_ROWS, *((f"  {name[8:-5]}", figure(name)) for name in parts)]
     for label, cell in main:
-        cells = [cell(report) for _, report in shown]
+        cells = [cell(report) for _, report in measurements]
         if cell is plants_text and met is not None:
             # Those of random search are not of held-out episodes; they have a row below.
-            cells = [NOTHING if "failure_rate" not in one else plants_text(one) for _, one in shown]
-        if any(one != NOTHING for one in cells):
-            bars = [rate_whisker(one, int(when != "before")) for when, one in shown]
+            cells = [
+                NOTHING if "failure_rate" not in report else plants_text(report)
+                for _, report in measurements
+            ]
+        if any(cell != NOTHING for cell in cells):
+            bars = [rate_whisker(report, int(when != "before")) for when, report in measurements]
             rows.append(Row(label, cells, bars if not rows else []))
     if met is not None:
-        found = {"after": met.text(met.found), "random search": met.text(met.random)}
-        cells = [found.get(heading, NOTHING) for heading, _ in shown]
+        texts = {"after": met.text(met.found), "random search": met.text(met.random)}
+        cells = [texts.get(heading, NOTHING) for heading, _ in measurements]
         rows.append(Row("planted failures met in training", cells))
-        queries = [count(met.queries) if heading in found else NOTHING for heading, _ in shown]
+        queries = [
+            count(met.queries) if heading in texts else NOTHING for heading, _ in measurements
+        ]
         rows.append(Row("  in target queries", queries))
-    return [heading for heading, _ in shown], rows
+    return [heading for heading, _ in measurements], rows
 
 
 def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
@@ -445,10 +452,10 @@ def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
             cells.append(cell if old is None else f"{cell} (before {format_value(name, old)})")
         rows.append(Row(words(name), cells))
     for evaluation, stored in run.evaluations.items():
-        found = agent_figures(mapping(stored.get("figures"))).by_agent
+        by_agent = agent_figures(mapping(stored.get("figures"))).by_agent
         for scorer in mapping(stored.get("scorers")):
             for name in (f"mean_{scorer}", f"share_{scorer}"):
-                cells = [format_value(name, found.get(agent, {}).get(name)) for agent in agents]
+                cells = [format_value(name, by_agent.get(agent, {}).get(name)) for agent in agents]
                 rows.append(Row(f"{words(name)} ({evaluation})", cells))
     return rows
 
@@ -469,8 +476,8 @@ class Column(NamedTuple):
         """Return the cell of a run."""
         if self.write is not None:
             return self.write(report)
-        known = [name for name in self.names if name in report] or self.names
-        return format_figure(report, known[0])
+        names = [name for name in self.names if name in report] or self.names
+        return format_figure(report, names[0])
 
 
 OVERVIEW: dict[str, tuple[Column, ...]] = {
@@ -503,7 +510,11 @@ def reward_texts(run: RunRecord) -> list[str]:
     """Return each agent's mean reward per episode after training."""
     after = agent_figures(measured(run)[1]).by_agent
     rewards = {agent: after.get(agent, {}).get("mean_episode_reward") for agent in run.agents}
-    return [f"{words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
+    return [
+        f"{words(agent)} {decimal(reward)}"
+        for agent, reward in rewards.items()
+        if reward is not None
+    ]
 
 
 def rate_whisker(report: Report, color: int, name: str | None = None) -> Whisker | None:

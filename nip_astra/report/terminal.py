@@ -100,7 +100,7 @@ def _print_placement(plans: Sequence[Plan], console: Console, price: float | Non
     }
     if price is not None:
         rows["cost"] = [decimal(plan.device_hours * price) for plan in plans]
-    table = lined_table(None, "devices", (f"{one.num_devices:,}" for one in plans), rows.items())
+    table = lined_table(None, "devices", (f"{plan.num_devices:,}" for plan in plans), rows.items())
     console.print("", "on devices such as this one", table, sep="\n")
     console.print(
         "Measured: seconds, tokens and memory of one episode and its step on this device. "
@@ -147,10 +147,10 @@ def _print_table(
     corner: str, headings: Sequence[str], rows: Sequence[Row], console: Console
 ) -> None:
     """Print the rows, without standard deviations; nothing if there are none."""
-    shown = [row for row in rows if not row.label.startswith("std ")]
-    if not shown:
+    rows_shown = [row for row in rows if not row.label.startswith("std ")]
+    if not rows_shown:
         return
-    console.print(lined_table(None, corner, headings, shown))
+    console.print(lined_table(None, corner, headings, rows_shown))
 
 
 def _value(value: Any) -> str:
