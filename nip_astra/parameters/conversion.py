@@ -96,12 +96,12 @@ def rename(
         targets = {move: _unchanged} if isinstance(move, str) else move
         for name in list(result) if section == "*" else [section]:
             path = f"{name}.{inside}" if inside else name
-            new = {one.replace("*", name, 1): function for one, function in targets.items()}
+            new = {target.replace("*", name, 1): function for target, function in targets.items()}
             group, last = _group_at(result, path)
-            if group and last in group and all(can_be_set(result, one) for one in new):
+            if group and last in group and all(can_be_set(result, target) for target in new):
                 value = _pop(result, path)
-                for one, function in new.items():
-                    set_value(result, one, function(value))
+                for target, function in new.items():
+                    set_value(result, target, function(value))
                 moved[path] = " and ".join(new)
     return result, moved
 
@@ -130,14 +130,14 @@ def current_name(path: str) -> str | None:
 def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] | None, str]:
     """Return the group around a path (empty if missing, None if not a group), and the last name."""
     *groups, name = path.split(".")
-    found: Any = values
+    group_values: Any = values
     for group in groups:
-        found = found.get(group)
-        if found is None:
+        group_values = group_values.get(group)
+        if group_values is None:
             return {}, name
-        if not isinstance(found, Mapping):
+        if not isinstance(group_values, Mapping):
             return None, name
-    return found, name
+    return group_values, name
 
 
 def can_be_set(values: Mapping[str, Any], path: str) -> bool:

@@ -96,7 +96,7 @@ def analyse_run(
                     is_overwritten=is_overwritten,
                 )
                 log_analyses(new, tracker, step=sampling.iteration + 1)
-                figures = [item for one in new for item in one.figures.items()]
+                figures = [item for analysis in new for item in analysis.figures.items()]
                 prefixed = {f"{sampling.split}_{name}": value for name, value in figures}
                 tracker.log_summary(prefixed)
                 results += new
@@ -144,8 +144,8 @@ class _OpenedRun:
     def num_requests(self) -> dict[str, dict[str, int]]:
         """Return the number of requests of each analyser, by sampling."""
         return {
-            one.name: self.analyses.count_requests(NestedArrayDict.load(one.path))
-            for one in self.samplings
+            sampling.name: self.analyses.count_requests(NestedArrayDict.load(sampling.path))
+            for sampling in self.samplings
         }
 
 
@@ -171,9 +171,9 @@ def _open_run(
             "to analyse. Give a run of a trainer of chat models."
         )
     section = getattr(resolved.hyper_params, resolved.kind)
-    own: AnalysisParameters | None = section.analysis
-    chosen = settings or ExperimentSettings()
-    chosen = chosen.model_copy(update={"run_directory": directory})
+    analysis_parameters: AnalysisParameters | None = section.analysis
+    run_settings = settings or ExperimentSettings()
+    run_settings = run_settings.model_copy(update={"run_directory": directory})
     if resolved.source is not None and model is None:
         resolved.source.check_outside(f"{resolved.kind}.analysis")
     shipped: Sequence[Any] = list(RolloutAnalyserType)
@@ -183,17 +183,20 @@ def _open_run(
             cast_of(
                 section, build_protocol_handler(resolved.hyper_params), scenario.hidden_columns
             ),
-            build_rollout_analysers(analysers or (shipped if own is None else own.analysers)),
+            build_rollout_analysers(
+                analysers
+                or (shipped if analysis_parameters is None else analysis_parameters.analysers)
+            ),
             _judge(
                 path,
-                getattr(own, "model", None) if model is None else model,
-                chosen,
+                getattr(analysis_parameters, "model", None) if model is None else model,
+                run_settings,
                 resolved.scenario_dir,
             ),
-            own or JudgingParameters(),
+            analysis_parameters or JudgingParameters(),
         )
     samplings = _samplings(directory, split, iteration)
-    return _OpenedRun(directory, resolved.hyper_params.to_dict(), chosen, analyses, samplings)
+    return _OpenedRun(directory, resolved.hyper_params.to_dict(), run_settings, analyses, samplings)
 
 
 def _judge(
@@ -212,14 +215,16 @@ def _judge(
 
 def _samplings(directory: RunDirectory, split: str, iteration: int | None) -> list[Sampling]:
     stored = stored_samplings(directory)
-    chosen = [
-        one for one in stored if split in ("all", one.split) and iteration in (None, one.iteration)
+    samplings = [
+        sampling
+        for sampling in stored
+        if split in ("all", sampling.split) and iteration in (None, sampling.iteration)
     ]
-    if not chosen:
+    if not samplings:
         which = "" if iteration is None else f" of iteration {iteration}"
+        names = ", ".join(sampling.name for sampling in stored) or "none"
         raise DataError(
             f"{directory.rollouts_dir} has no rollouts{which} of the split {split!r}, only "
-            f"{', '.join(one.name for one in stored) or 'none'}. Name a split (train, test or all) "
-            "and an iteration, from 0."
+            f"{names}. Name a split (train, test or all) and an iteration, from 0."
         )
-    return chosen
+    return samplings

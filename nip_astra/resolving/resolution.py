@@ -153,14 +153,14 @@ def resolve_experiment(
         folder. Whatever else it names is refused where it is used.
     """
     top = [] if hyper_params is None else [_explicit_layer(hyper_params)]
-    named = {"trainer": trainer, "scenario": scenario, "seed": seed}
-    named = {name: value for name, value in named.items() if value is not None}
+    arguments = {"trainer": trainer, "scenario": scenario, "seed": seed}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     assigned = parse_overrides(overrides)
     assigned = replace(assigned, values=with_absolute_paths(assigned.values))
-    top += [Layer.literal("command line", named), assigned]
+    top += [Layer.literal("command line", arguments), assigned]
     resolution = _Resolution(parameter_file, top)
-    given = _load(plugins, None)
-    source = resolution.stored_source(given, is_trusted=is_trusted)
+    plugins_given = _load(plugins, None)
+    source = resolution.stored_source(plugins_given, is_trusted=is_trusted)
     if source is not None:
         resolution.load_code_of_the_user()
     with on_behalf_of(source):
@@ -248,7 +248,7 @@ class _Resolution:
         path = None if parameter_file is None else Path(parameter_file)
         file = [] if path is None else read_yaml_layers(path, source=str(path))
         self.folder = None if path is None else path.resolve().parent
-        self.file, self.top = ([_with_taskset(one) for one in layers] for layers in (file, top))
+        self.file, self.top = ([_with_taskset(layer) for layer in layers] for layers in (file, top))
         self.base_run = _read_base_run([*self.file, *self.top])
         self.base = self.base_run.layer(_merged(*self.file, *self.top))
         self.scenario: list[Layer] = []
@@ -261,25 +261,27 @@ class _Resolution:
     def stored_source(self, given: Sequence[str], *, is_trusted: bool) -> StoredSource | None:
         """Return the stored run that parameters come from; several must all be the user's own."""
         runs: dict[Path | None, str] = {
-            one.stored_in: str(one.stored_in) for one in self.file if one.stored_in is not None
+            layer.stored_in: str(layer.stored_in)
+            for layer in self.file
+            if layer.stored_in is not None
         }
         if self.base_run.values:
             runs[self.base_run.file] = self.base_run.source
         if not runs:
             return None
-        foreign = [place for file, place in runs.items() if file is None or not is_own(file)]
+        foreign = [run for file, run in runs.items() if file is None or not is_own(file)]
         for file in runs:
             if file is not None and file.name == HYPER_PARAMETERS:
                 RunDirectory(file.parent).check_links()
-        place = foreign[0] if foreign else next(iter(runs.values()))
-        named = [*_plugins_in(self.merged()), *self.base_run.plugins]
+        run_name = foreign[0] if foreign else next(iter(runs.values()))
+        plugins_named = [*_plugins_in(self.merged()), *self.base_run.plugins]
         # A plug-in that the run itself names is not a copy of another one with its file name.
-        copies = tuple(spec for spec in given if spec not in named)
-        return StoredSource(place, is_trusted or not foreign, copies)
+        copies = tuple(spec for spec in given if spec not in plugins_named)
+        return StoredSource(run_name, is_trusted or not foreign, copies)
 
     def load_code_of_the_user(self) -> None:
         """Load the user's own code first: only code named by a stored run needs approval."""
-        values = _merged(*(one for one in (*self.file, *self.top) if one.stored_in is None))
+        values = _merged(*(layer for layer in (*self.file, *self.top) if layer.stored_in is None))
         _load_named_code(values, self.folder)
         if values.get("custom_trainer_module_path") is not None:
             _load([str(values["custom_trainer_module_path"])], self.folder)
@@ -357,21 +359,23 @@ class _Resolution:
         if is_plugin_given:
             layers.append(Layer.literal("--plugin", {"plugins": self.plugins}))
         resolved = validate_layers(layers, model)
-        given = [*self.file, *self.top]
+        given_layers = [*self.file, *self.top]
         if resolved.hyper_params.base_run.base_run_type == RERUN_TESTS:
-            _check_rerun(self.base_run, given, self.trainer_class)
+            _check_rerun(self.base_run, given_layers, self.trainer_class)
         order = {
             path: number
-            for number, layer in enumerate([*self.preset, self.base, *given])
+            for number, layer in enumerate([*self.preset, self.base, *given_layers])
             for path, _ in flatten(layer.values)
         }
         readers = _Readers(
             resolved.hyper_params, self.trainer_class, self.scenario_class, self.kind, order
         )
         checked = [
-            replace(one, values=_without(one.values, self.base.values)) for one in self.preset
+            replace(layer, values=_without(layer.values, self.base.values)) for layer in self.preset
         ]
-        readers.refuse_unread([*checked, *(one for one in given if not one.is_complete)])
+        readers.refuse_unread(
+            [*checked, *(layer for layer in given_layers if not layer.is_complete)]
+        )
         return resolved
 
     def _protocol_section(self) -> dict[str, type[SubParameters]]:
@@ -396,10 +400,10 @@ class _Resolution:
         section = layer.values.get(self.kind)
         if not isinstance(section, Mapping) or not isinstance(section.get("agents"), Mapping):
             return layer
-        if not (own := _agents_of(self.protocol)):
+        if not (own_agents := _agents_of(self.protocol)):
             return layer
         # A name that belongs to no protocol stays, to be reported as a fault.
-        of_others = set().union(*map(_agents_of, PROTOCOL_HANDLERS.names())) - own
+        of_others = set().union(*map(_agents_of, PROTOCOL_HANDLERS.names())) - own_agents
         agents = {name: value for name, value in section["agents"].items() if name not in of_others}
         values = {**layer.values, self.kind: {**section, "agents": agents}}
         return replace(layer, values=values)
@@ -438,10 +442,12 @@ class _Resolution:
         """
         # A file of another name is the user's, for instance the output of `show --yaml`.
         stored = [
-            one for one in self.file if one.stored_in and one.stored_in.name == HYPER_PARAMETERS
+            layer
+            for layer in self.file
+            if layer.stored_in and layer.stored_in.name == HYPER_PARAMETERS
         ]
         stored += [self.base] if self.base_run.values else []
-        sources = {one.source for one in stored}
+        sources = {layer.source for layer in stored}
         is_shipped = resolved.hyper_params.scenario in scenario_names()
         shipped = dict(flatten(_merged(*self.scenario))) if is_shipped else {}
         outside = {}
@@ -452,9 +458,13 @@ class _Resolution:
             is_content = path == "scenario" or is_inside_content(value)
             if is_theirs and not (is_shipped and is_content):
                 outside[path] = value
-        chosen = resolved.settings.outside()
+        settings_outside = resolved.settings.outside()
         theirs = _merged(*stored).get(SETTINGS_SECTION, {})
-        settings = {f"{SETTINGS_SECTION}.{one}": chosen[one] for one in theirs if one in chosen}
+        settings = {
+            f"{SETTINGS_SECTION}.{name}": settings_outside[name]
+            for name in theirs
+            if name in settings_outside
+        }
         return outside | settings
 
 
@@ -470,7 +480,7 @@ def _find_trainer(values: Mapping[str, Any], folder: Path | None) -> tuple[str, 
         try:
             return name, TRAINERS.get(name)
         except UnknownNameError as error:
-            files = ", ".join(Path(one.spec).name for one in loaded_plugins()[-3:])
+            files = ", ".join(Path(plugin.spec).name for plugin in loaded_plugins()[-3:])
             if not files:
                 raise
             advice = f"The plug-ins {files} register no trainer of this name."
@@ -566,9 +576,9 @@ def _read_settings(given: Any, sources: Mapping[str, str]) -> ExperimentSettings
             [ParameterFault(SETTINGS_SECTION, show_value(given), problem, "", source)]
         )
     head = f"{SETTINGS_SECTION}."
-    own = {path.removeprefix(head): source for path, source in sources.items()}
+    own_sources = {path.removeprefix(head): source for path, source in sources.items()}
     try:
-        return ExperimentSettings.from_dict(given, sources=own)
+        return ExperimentSettings.from_dict(given, sources=own_sources)
     except ParameterError as error:
         faults = [fault._replace(path=head + fault.path) for fault in error.faults]
         raise ParameterError(faults) from None
@@ -589,8 +599,10 @@ def never_read(experiment: ResolvedExperiment) -> set[str]:
     readers = _Readers(hyper_params, trainer_class, scenario_class, experiment.kind, {})
     unmet = {}
     for name, info in type(hyper_params).model_fields.items():
-        conditions = [one for one in info.metadata if isinstance(one, ReadWhere)]
-        conditions += [one for path, one in trainer_class.reads_where.items() if path == name]
+        conditions = [condition for condition in info.metadata if isinstance(condition, ReadWhere)]
+        conditions += [
+            condition for path, condition in trainer_class.reads_where.items() if path == name
+        ]
         unmet[name] = _first_unmet(conditions, [("", hyper_params)])
     leaves = (
         _Leaf(path, None, False, unmet.get(path.partition(".")[0])) for path in experiment.sources
@@ -683,17 +695,17 @@ class _Readers:
 
     def _is_later(self, path: str, other: str) -> bool:
         # The entries of a mapping may be given one by one.
-        own = max(_below(other, self.order), default=_nearest(other, self.order, -1))
-        return bool(_nearest(path, self.order, -1) > own)
+        own_index = max(_below(other, self.order), default=_nearest(other, self.order, -1))
+        return bool(_nearest(path, self.order, -1) > own_index)
 
 
 def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values whose paths are not in others."""
     left = {}
     for name, value in values.items():
-        other = others.get(name)
-        if isinstance(value, Mapping) and isinstance(other, Mapping):
-            left[name] = _without(value, other)
+        other_value = others.get(name)
+        if isinstance(value, Mapping) and isinstance(other_value, Mapping):
+            left[name] = _without(value, other_value)
         elif name not in others:
             left[name] = value
     return left
@@ -724,10 +736,12 @@ def _walk(
         if name not in given:
             continue
         path, value = f"{prefix}{name}", getattr(group, name)
-        own = [one for one in info.metadata if isinstance(one, ReadWhere)]
+        own_conditions = [
+            condition for condition in info.metadata if isinstance(condition, ReadWhere)
+        ]
         of_group = type(group).read_where
-        own += [of_group] if of_group is not None and of_group.path != name else []
-        failed = unmet or _first_unmet(own, scopes)
+        own_conditions += [of_group] if of_group is not None and of_group.path != name else []
+        failed = unmet or _first_unmet(own_conditions, scopes)
         if path in conditions:
             failed = failed or _first_unmet([conditions[path]], scopes[:1])
         inner = list(_groups_in(value, given[name], path))
@@ -785,7 +799,7 @@ def _nearest(path: str, by_path: Mapping[str, Any], default: Any) -> Any:
 
 def _below(path: str, by_path: Mapping[str, Any]) -> list[Any]:
     """Return the entries of the parameters within a group."""
-    return [one for other, one in by_path.items() if other.startswith(f"{path}.")]
+    return [entry for other, entry in by_path.items() if other.startswith(f"{path}.")]
 
 
 def _groups_read(groups: Sequence[str]) -> str:
@@ -851,7 +865,9 @@ class _BaseRun:
 
 def _read_base_run(layers: Sequence[Layer]) -> _BaseRun:
     """Read the base run named by the layers; a complete file's own base run is not read again."""
-    values, sources = merge_layers([one for one in layers if not one.is_complete], resolve=False)
+    values, sources = merge_layers(
+        [layer for layer in layers if not layer.is_complete], resolve=False
+    )
     given = values.get("base_run")
     if not isinstance(given, Mapping):
         return _BaseRun()  # A malformed group is reported later, with all other faults.
@@ -887,8 +903,12 @@ def _check_rerun(base: _BaseRun, layers: Sequence[Layer], trainer_class: type[Tr
             f"base_run.base_run_type {RERUN_TESTS!r} is not available for {trainer_class.__name__}."
             f" Use `nip-astra evaluate RUN`, or base_run.base_run_type={PARAMETERS} to train again."
         )
-    before = dict(flatten(base.values or _merged(*(one for one in layers if one.is_complete))))
-    given, sources = merge_layers([one for one in layers if not one.is_complete], resolve=False)
+    before = dict(
+        flatten(base.values or _merged(*(layer for layer in layers if layer.is_complete)))
+    )
+    given, sources = merge_layers(
+        [layer for layer in layers if not layer.is_complete], resolve=False
+    )
     faults = [
         ParameterFault(
             path,
