@@ -219,7 +219,7 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
         calls = MessageFormat().parse(call, tools=box.argument_schemas).calls
         (result,) = box.calls_in(Turn("assistant", calls=calls), MessageFormat())
         outcome = box.execute(result)
-        messages += [Message("assistant", call), Message("tool", outcome.value)]
+        messages += [Message("assistant", calls=calls), Message("tool", outcome.value)]
     assert outcome.error == "failed"
     other = task.environment("train", 0)
     other.reset()
