@@ -67,15 +67,16 @@ class RunState:
     def has_stopped_early(self, training: TrainingConfiguration) -> bool:
         """Return whether the dev evaluations have not improved for too long."""
         patience = training.early_stopping_patience
-        if patience is None or self.num_evals_since_best < patience:
-            return False
+        return patience is not None and self.num_evals_since_best >= patience
+
+    def log_early_stop(self, training: TrainingConfiguration) -> None:
+        """Log why training ends before its last iteration."""
         logger.info(
             "stopped after iteration %d: no better dev/%s in %d evaluations",
             self.iteration,
             training.dev_metric,
             self.num_evals_since_best,
         )
-        return True
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""

@@ -450,6 +450,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
             if self.state.has_stopped_early(self.training):
+                self.state.log_early_stop(self.training)
                 break
             if self.state.samples is None:
                 is_last = iteration + 1 == iteration_context.num_iterations

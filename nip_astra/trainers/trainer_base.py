@@ -345,6 +345,7 @@ class Trainer(ABC):
         """
         for iteration in iteration_context.iterate(self.state.iteration):
             if self.state.has_stopped_early(self.hyper_params.training):
+                self.state.log_early_stop(self.hyper_params.training)
                 break
             yield iteration
             if self.state.iteration == iteration:
